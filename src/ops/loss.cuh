@@ -57,7 +57,7 @@ struct Loss : LossNumbers {
     float cap_curve[7]; /* if cap_bounds, for |z| < CAP_NEAR * softcap: u log2(e) is z times this polynomial in z^2 */
     float cap_per_bit;  /* if cap_bounds: v / (u log2(e)) */
 
-    /* The caller's tensors, one number per row. data NULL: not given. */
+    /* The caller's tensors; most have one number per row. data NULL: not given. */
     Rows target, row_weight, dloss, lse, loss, row_loss, logprob, argmax;
     Rows entropy;              /* an output; in backward an input, given only with dentropy */
     Rows dentropy;             /* not given: no gradient of the entropy */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* f of some elements, where a kernel tests at run time which one it is: one branch for all of them, so
- * that their exponentials are computed side by side. */
+/* f (the activation) of several elements, for kernels that find out at run time which f the call has. There is one
+ * branch for all elements, so that their exponentials are computed side by side. */
 #ifndef RAFTER_LRPE_COSINE_CUDA_ACTS_CUH
 #define RAFTER_LRPE_COSINE_CUDA_ACTS_CUH
 
@@ -11,7 +11,7 @@
 
 namespace lrpe {
 
-/* Calls with(a constant that is f) for an act but none. */
+/* Calls with(f as a compile-time constant). Does nothing if f is RAFTER_ACT_NONE or a softmax. */
 template <class With> DEVICE void for_act(int f, With with) {
     if (f == RAFTER_ACT_RELU)
         with(std::integral_constant<int, RAFTER_ACT_RELU>());
@@ -21,7 +21,7 @@ template <class With> DEVICE void for_act(int f, With with) {
         with(std::integral_constant<int, RAFTER_ACT_SILU>());
 }
 
-/* Replaces v, which is x or of a softmax p / scale, by f(x). */
+/* Replaces v by f(x). v is x; or if f is a softmax, v is p / scale, where p is its result. */
 template <typename T, int N> DEVICE void activate_all(int f, float scale, float (&v)[N]) {
     if (f >= LANE_SOFTMAX) {
 #pragma unroll
@@ -36,7 +36,7 @@ template <typename T, int N> DEVICE void activate_all(int f, float scale, float 
     });
 }
 
-/* Of an act: replaces g, the gradient of f(x), by the gradient of x; and if VALUES, x by f(x). */
+/* For any f but a softmax: replaces g, the gradient of f(x), by the gradient of x; and if VALUES, x by f(x). */
 template <bool VALUES, typename T, int N> DEVICE void differentiate_all(int f, float (&x)[N], float (&g)[N]) {
     for_act(f, [&](auto kind_constant) {
         constexpr auto kind = static_cast<rafter_act_kind>(decltype(kind_constant)::value);

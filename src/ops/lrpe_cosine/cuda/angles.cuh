@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Sines and cosines of a thread's elements, for results that are rounded to T. Nearly all come from a
- * short computation; those that it cannot give are computed again.
+ * Sines and cosines for a thread's elements, accurate enough for results that are rounded to T. For 16-bit T nearly
+ * all come from a short computation; the few for which it is not accurate enough are computed again.
  */
 #ifndef RAFTER_LRPE_COSINE_CUDA_ANGLES_CUH
 #define RAFTER_LRPE_COSINE_CUDA_ANGLES_CUH
@@ -10,21 +10,22 @@
 
 namespace lrpe {
 
-/* The special-function unit errs by up to 2^-21.2 for angles of up to half a turn, and rounding the angle
- * adds 2^-22: 2^-20.5 together, whatever the sine is. So from UNIT_LEAST on, a sine or a cosine is off by at
- * most 0.7 units of bf16: its product, rounded to bf16, is the correctly rounded value or its neighbour. One
- * angle in 3,200 has a smaller sine or cosine. For fp16 it would be one in 400: most warps would then
- * compute some angles again. */
+/* Whether sines and cosines may come from the special-function unit. Its absolute error is up to 2^-21.2 for angles of
+ * up to half a turn, and rounding the angle adds 2^-22: together 2^-20.5, however small the sine is. So a sine or
+ * cosine of at least UNIT_LEAST is off by at most 0.7 units of bf16: its product, rounded to bf16, is the correctly
+ * rounded value or a neighbour of it. One angle in 3,200 has a smaller sine or cosine and is computed again. For fp16
+ * it would be one in 400, so that most warps would have to compute some angles again. */
 template <typename T> constexpr bool TAKES_UNIT = false;
 template <> inline constexpr bool TAKES_UNIT<bf16> = true;
 constexpr float UNIT_LEAST = 0x1p-12f;
 
+/* The smaller of |a| and |b|. */
 DEVICE float smaller_size(float a, float b) {
     return fminf(fabsf(a), fabsf(b));
 }
 
-/* By the special-function unit: ten instructions instead of the 26 of sincos_short. The position is below
- * 2^32. Returns the smaller size of both. */
+/* Sine and cosine by the special-function unit: ten instructions instead of the 26 of sincos_short. The position must
+ * be below 2^32. Returns the smaller of |sine| and |cosine|. */
 DEVICE float sincos_by_unit(const ShortStep step, const Position &position, float *sine, float *cosine) {
     constexpr float RADIANS = 6.28318530717958647693f * 0x1p-32f;
     const unsigned turn = multiply_64x32(step.middle, step.high, position.low).y;
@@ -34,14 +35,14 @@ DEVICE float sincos_by_unit(const ShortStep step, const Position &position, floa
     return smaller_size(*sine, *cosine);
 }
 
-/* The given sine and cosine, if both are at least `least` and the position is short; else those of
- * sincos_at. Compiled once, and called for all elements of a thread: branches around the calls took
- * registers from the kernels. */
+/* Returns the given sine and cosine if both are at least `least` in size and the position is short; else those of
+ * sincos_short if that is accurate enough, else those of sincos_at. Not inlined, and called for all elements of a
+ * thread without branches around the calls: these would cost the kernels registers. */
 static __noinline__ __device__ float2 sincos_settled(float theta, const Position position, float least, float sine,
                                                      float cosine) {
     float2 both = {sine, cosine};
-    if ((position.low | position.high) == 0) { /* every sequence has such a token */
-        const float zero = theta * 0.0f;       /* or NaN */
+    if ((position.low | position.high) == 0) { /* common: the first token of a sequence */
+        const float zero = theta * 0.0f;       /* 0, or NaN if theta is not finite */
         return {zero, 1.0f + zero};
     }
     if (is_short(position) && (smaller_size(sine, cosine) >= least ||
@@ -55,8 +56,8 @@ static __noinline__ __device__ float2 sincos_settled(float theta, const Position
     return both;
 }
 
-/* The i-th sine and cosine are those of entry(i) of the table at position(i). by_unit: by the
- * special-function unit, unless EXACT. */
+/* Computes COUNT sines and cosines. The i-th are those of entry(i) of the table at position(i). by_unit: from the
+ * special-function unit, unless EXACT, or unless T is not accurate enough for it: see TAKES_UNIT. */
 template <bool EXACT, typename T, int COUNT, class Entry, class PositionAt>
 DEVICE void angles_at(const AngleTable<T> &table, bool by_unit, Entry entry, PositionAt position, float (&sine)[COUNT],
                       float (&cosine)[COUNT]) {
@@ -76,7 +77,7 @@ DEVICE void angles_at(const AngleTable<T> &table, bool by_unit, Entry entry, Pos
     } else {
         by_unit = by_unit && TAKES_UNIT<T> && !EXACT;
         float least = INFINITY;
-        unsigned low = 0, high = 0; /* of all positions; a power of two limits the positions */
+        unsigned low = 0, high = 0; /* bitwise or of all positions: enough, because the limit is a power of two */
         const auto each = [&](auto compute) {
 #pragma unroll
             for (int i = 0; i < COUNT; i++) {
@@ -92,7 +93,8 @@ DEVICE void angles_at(const AngleTable<T> &table, bool by_unit, Entry entry, Pos
             each([](auto... a) { return sincos_short(a...); });
         if (least >= (by_unit ? UNIT_LEAST : SHORT_LEAST) && high == 0 && low < SHORT_POSITION)
             return;
-        /* If sincos_short is not to be used, the angle is within 2^-20 of a quarter turn from its zero. */
+        /* If sincos_short is not accurate enough, its smaller result is below this: r^2 < SHORT_LEAST means that r, the
+         * distance from a zero, is below 2^-20 quarter turns. */
         const float enough = by_unit ? UNIT_LEAST : 0x1p-19f;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {

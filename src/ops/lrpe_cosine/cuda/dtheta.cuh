@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * dtheta is summed in fp64, always in the same order: over the tokens of a thread, of a block, and
- * by the kernel below over all blocks.
+ * dtheta, summed in fp64 and always in the same order: first over the tokens of a thread, then over the threads of a
+ * block, which gives the moments of a chunk (Tiling::moments), and finally over all chunks by one of the two kernels
+ * below.
  */
 #ifndef RAFTER_LRPE_COSINE_CUDA_DTHETA_CUH
 #define RAFTER_LRPE_COSINE_CUDA_DTHETA_CUH
@@ -22,8 +23,7 @@ struct DTheta {
     }
 };
 
-/* dtheta[h, d], also summed over all h or all d if theta has one value for all. A block per
- * element. */
+/* dtheta[h, d], a block per element. If theta has one value for all h, or for all d, the sum is also over these. */
 static __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
     __shared__ double sums[THREADS];
     wait_for_previous_kernel();
@@ -47,8 +47,8 @@ static __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dthet
 
 constexpr int ALL_THREADS = WARP * WARP;
 
-/* The same if theta has a value for every h and d: 32 adjacent elements per block, whose chunks the
- * warps share. */
+/* The same if theta has a value for every h and d. A block takes 32 adjacent elements, a lane each, and its warps share
+ * the chunks. */
 static __global__ void __launch_bounds__(ALL_THREADS) sum_moments_of_all(const DTheta dtheta) {
     constexpr int AT_ONCE = 8;
     __shared__ double sums[WARP][WARP + 1]; /* [warp][element] */
@@ -78,7 +78,7 @@ static __global__ void __launch_bounds__(ALL_THREADS) sum_moments_of_all(const D
     dtheta.store(h, d, sum);
 }
 
-/* `moments`: of `chunks` chunks. No chunks give zeros. */
+/* Enqueues the last sum. `moments`: [chunk, H, D]. Without chunks, dtheta is 0. */
 inline void launch_sum_moments(const rafter_context *context, const lrpe_cosine_call &call, const double *moments,
                                int64_t chunks) {
     const rafter_view &view = call.dtheta;

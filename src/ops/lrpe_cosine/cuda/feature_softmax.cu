@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * lrpe_cosine with a softmax over features in one pass over memory, for rows that a warp cannot hold
- * but a block can.
+ * lrpe_cosine with a softmax over features, in one pass over memory (`rotate` in rotate.cuh), for rows that the
+ * registers of a warp cannot hold but those of a block can.
  */
 #include "ops/lrpe_cosine/cuda/dtheta.cuh"
 #include "ops/lrpe_cosine/cuda/rotate.cuh"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * lrpe_cosine with a softmax over features, for rows of any length: one kernel computes the
- * statistics of rows, then `rotate` reads them.
+ * lrpe_cosine with a softmax over features, for rows of any length: a first kernel computes the statistics of
+ * rows, and `rotate` (rotate.cuh) uses them.
  */
 #include "ops/lrpe_cosine/cuda/dtheta.cuh"
 #include "ops/lrpe_cosine/cuda/rotate.cuh"
@@ -10,8 +10,8 @@ namespace {
 
 using namespace lrpe;
 
-/* statistics [B, N, H, these]: the maximum, 1 / sum, and in backward the sum of p g. A warp per
- * row. */
+/* Writes the statistics of rows, a warp per row. `statistics`: [B, N, H, 2 or 3] numbers: the maximum, 1 / sum, and in
+ * backward the sum of p g, where p is the softmax and g its gradient. */
 template <typename T, int N, bool FORWARD>
 __global__ void __launch_bounds__(THREADS) row_statistics(const Arguments<T> a, float *statistics) {
     wait_for_inputs();

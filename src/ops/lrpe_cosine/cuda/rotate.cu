@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * lrpe_cosine in one pass over memory: none, relu, sigmoid, silu, and the softmax over features if
- * the threads of a warp can hold a row, which they normalise among themselves.
+ * lrpe_cosine in one pass over memory (`rotate` in rotate.cuh), for f = none, relu, sigmoid and silu, and for the
+ * softmax over features if the lanes of a warp can hold a row: they normalise it among themselves.
  */
 #include "ops/lrpe_cosine/cuda/dtheta.cuh"
 #include "ops/lrpe_cosine/cuda/rotate.cuh"
@@ -10,7 +10,7 @@ namespace {
 
 using namespace lrpe;
 
-/* Packs without dtheta have a kernel for each f; the kernels of other forms test f while they run. */
+/* Aligned packs without dtheta have a kernel for each f; kernels of other forms read f at run time. */
 template <typename T, bool FORWARD>
 void launch_for_f(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling) {
     if (call.dtheta.data || !takes_packs(call, true))

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The kernel that writes y, or dx and the moments of dtheta: every variant ends with it. A thread
- * owns one pack of features. It computes the angles of a token once and uses them for all sequences
- * of its block. Every input is read once and every output written once.
+ * The kernel `rotate`, which writes y, or dx and the moments of dtheta. It is the last step of every variant that does
+ * not use `staged` (staged.cuh) instead. A thread takes one pack of features of every step-th token of its block. It
+ * computes the angles of a token once and uses them for all sequences of the block. Every input is read once and every
+ * output written once. rotate_memory.cuh has the loads and stores, problem.cuh the cut into blocks (Tiling).
  */
 #ifndef RAFTER_LRPE_COSINE_CUDA_ROTATE_CUH
 #define RAFTER_LRPE_COSINE_CUDA_ROTATE_CUH
@@ -17,9 +18,10 @@ namespace lrpe {
 
 /* ---- one pack -------------------------------------------------------------------------------- */
 
-/* A thread works on v: x, or for a softmax p / scale. scale is 1 unless lanes normalise the row. */
+/* A thread works on v: x, or for a softmax p / scale, where p is its result. `scale` is 1 unless the threads of a row
+ * normalise it (LANE_SOFTMAX, BLOCK_SOFTMAX). g is the gradient of f(x). */
 
-/* x of a group. */
+/* x of a group of sequences. */
 template <typename T, int N, int SEQUENCES, int INPUTS>
 DEVICE void unpack_x(const Pack<T, N> (&packs)[SEQUENCES][INPUTS], float (&x)[SEQUENCES][N]) {
 #pragma unroll
@@ -27,14 +29,13 @@ DEVICE void unpack_x(const Pack<T, N> (&packs)[SEQUENCES][INPUTS], float (&x)[SE
         unpack(packs[k][0], x[k]);
 }
 
-/* dy of one sequence: the halves of cosines and of sines. */
+/* dy of one sequence: the gradients c of the cosine half of y, and s of its sine half. */
 template <typename T, int N> DEVICE void unpack_dy(const Pack<T, N> (&packs)[3], float (&c)[N], float (&s)[N]) {
     unpack(packs[1], c);
     unpack(packs[2], s);
 }
 
-/* Replaces x by its softmax over features, from the statistics of the row. Returns the sum of p
- * g; 0 in forward. */
+/* ROW_STATISTICS: replaces x by its softmax over features. Returns the row's sum of p g; 0 in forward. */
 template <typename T, bool FORWARD, int N>
 DEVICE float softmax_of_row(float (&v)[N], const Tiling &tiling, int64_t row) {
     const float *const statistics = tiling.statistics + row * (FORWARD ? 2 : 3);
@@ -44,7 +45,8 @@ DEVICE float softmax_of_row(float (&v)[N], const Tiling &tiling, int64_t row) {
     return FORWARD ? 0.0f : statistics[2];
 }
 
-/* The statistics of a group's columns. `from` has those of its first sequence, in batch entry b. */
+/* COLUMN_STATISTICS: reads the statistics of the columns of a group of sequences, the first of which is the b-th of the
+ * block. `from`: where those of that sequence are. */
 template <int SEQUENCES, int COUNT, typename T, int N, bool SHIFTED>
 DEVICE void read_column_statistics(const RotatePlace<T, N, SHIFTED> &place, const float *from, int64_t row_columns,
                                    int64_t columns, bool has_token, int b, float (&statistics)[SEQUENCES][COUNT][N]) {
@@ -64,7 +66,7 @@ DEVICE void read_column_statistics(const RotatePlace<T, N, SHIFTED> &place, cons
             }
 }
 
-/* Replaces x by its softmax over the sequence, from the statistics of the pack's columns. */
+/* COLUMN_STATISTICS: replaces x by its softmax over the sequence. */
 template <typename T, int N, int COUNT>
 DEVICE void softmax_of_columns(float (&v)[N], const float (&statistics)[COUNT][N]) {
 #pragma unroll
@@ -72,7 +74,7 @@ DEVICE void softmax_of_columns(float (&v)[N], const float (&statistics)[COUNT][N
         v[j] = exp_as<T>(v[j] - statistics[0][j]) * statistics[1][j];
 }
 
-/* y: f(x) cos, f(x) sin. */
+/* Computes y: c = f(x) cos, s = f(x) sin. */
 template <typename T, int N>
 DEVICE void y_of(int f, float (&v)[N], float scale, const float (&cosine)[N], const float (&sine)[N], float (&c)[N],
                  float (&s)[N]) {
@@ -84,8 +86,8 @@ DEVICE void y_of(int f, float (&v)[N], float scale, const float (&cosine)[N], co
     }
 }
 
-/* Replaces g, the gradient of f(x), by the gradient of x; and if VALUES, v by f(x). `dot` is the sum of
- * p g of the row, column_dot the sums of the columns. */
+/* Replaces g by the gradient of x; and if VALUES, v by f(x). `dot`: the sum of p g of the row, for a softmax over
+ * features; column_dot: those of the columns, for one over the sequence. */
 template <bool VALUES, typename T, int N>
 DEVICE void input_gradient(int f, float (&v)[N], float scale, float dot, const float (&column_dot)[N], float (&g)[N]) {
     if (f < LANE_SOFTMAX)
@@ -99,8 +101,8 @@ DEVICE void input_gradient(int f, float (&v)[N], float scale, float dot, const f
     }
 }
 
-/* Replaces the x of `count` of the sequences by e^(x - max), and gives their sums. `count` is the same
- * for all threads of the block. */
+/* LANE_SOFTMAX, BLOCK_SOFTMAX: replaces x by e^(x - max) in the first `count` sequences, and gives the sums of rows.
+ * `count` is the same for all threads of the block. */
 template <typename T, class RowThreads, int SEQUENCES, int N>
 DEVICE void exponentials_of(RowThreads &threads, int count, float (&v)[SEQUENCES][N], float (&sum)[SEQUENCES]) {
     if (count >= SEQUENCES)
@@ -112,8 +114,8 @@ DEVICE void exponentials_of(RowThreads &threads, int count, float (&v)[SEQUENCES
                                              reinterpret_cast<float(&)[1]>(sum[k]));
 }
 
-/* Sums the moments of a block's threads, in `shared`, and stores them. Threads `width` apart
- * have the same features. */
+/* Sums the moments of the block's threads through `shared`, and stores them. Threads `width` apart have the same
+ * features; there are `step` of them. */
 template <typename T, int N, bool SHIFTED>
 DEVICE void store_moments(const Arguments<T> &a, const Tiling &tiling, const RotatePlace<T, N, SHIFTED> &place,
                           int width, int step, const double (&moment)[N], double *shared) {
@@ -133,6 +135,7 @@ DEVICE void store_moments(const Arguments<T> &a, const Tiling &tiling, const Rot
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
+/* N, SHIFTED: see RotateForm. F: Tiling::f, or RUNTIME_F. DTHETA: the moments of dtheta are wanted. */
 template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SHIFTED>
 __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SHIFTED>::BLOCKS_PER_SM)
     rotate(const Arguments<T> a, const Tiling tiling) {
@@ -141,7 +144,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
     typedef Pipeline<T, N, FORWARD, F, DTHETA, SHIFTED> Pipeline;
     constexpr int INPUTS = Pipeline::INPUTS, SEQUENCES = Pipeline::SEQUENCES;
     DYNAMIC_SHARED_ALIGNED(128, char, dynamic);
-    /* [feature of a thread][thread] */
+    /* [feature of a thread][thread of the tile] */
     const AngleTable<T> table = {dynamic + Pipeline::STAGED, Pipeline::ANGLES};
     __shared__ typename RowThreads<Pipeline::BLOCK>::Exchange exchange;
     __shared__ double moments[DTHETA ? THREADS * N : 1];
@@ -149,17 +152,17 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
     const int row = threadIdx.x >> tiling.width_log2, step_log2 = THREADS_LOG2 - tiling.width_log2,
               step = 1 << step_log2;
     const bool softmax = f >= LANE_SOFTMAX, reads_x = FORWARD || DTHETA || f != RAFTER_ACT_NONE;
-    const bool on_chip = Pipeline::BLOCK || f == LANE_SOFTMAX; /* the threads of a row normalise it */
+    const bool on_chip = Pipeline::BLOCK || f == LANE_SOFTMAX; /* the threads of a row compute its softmax */
     RowThreads<Pipeline::BLOCK> row_threads = {tiling.lanes, tiling.lanes / WARP, exchange};
 
     if constexpr (DTHETA)
-        start_next_kernel(); /* the sum of moments */
+        start_next_kernel(); /* which sums the moments */
     const RotatePlace<T, N, SHIFTED> place(a, tiling, column);
 
-    /* Loaded first: the table of angles waits for it, and everything else for the table. */
+    /* theta is loaded first: the table of angles waits for it, and everything else waits for the table. */
     const auto theta_of = [&](int i) {
         const Tiling::Place at = tiling.place<N>(place.tile, i & (width - 1), i >> tiling.width_log2);
-        /* Not 0, whose angles take the long way. */
+        /* 1, not 0: an angle of 0 is computed the slow way (angles.cuh). */
         return at.h < a.heads && at.d < a.features ? a.theta_at(at.h, at.d) : 1.0f;
     };
     const int angles = N << tiling.width_log2;
@@ -168,7 +171,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
     Inputs<T, N, FORWARD, SHIFTED, Pipeline> inputs(a, place, row, step_log2, dynamic, softmax, reads_x);
     inputs.start(on_chip && !place.active);
 
-    const auto entry = [&](int i) { /* rows of the table have a fixed length: constant addresses */
+    const auto entry = [&](int i) { /* rows of the table have a constant length, so that offsets are constants */
                                     return (i >> tiling.width_log2) * (Pipeline::ANGLES / N) + (i & (width - 1));
     };
     if ((int)threadIdx.x < angles)
@@ -178,7 +181,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
             table.put(entry(i), theta_of(i));
     __syncthreads();
     if (F == COLUMN_STATISTICS)
-        wait_for_previous_kernel(); /* for the statistics; other inputs are older */
+        wait_for_previous_kernel(); /* for the statistics; the kernel that wrote them has waited for other inputs */
 
     const Strides &out_stride = FORWARD ? a.y_stride : a.dx_stride;
     const int64_t row_columns = a.heads * a.features, columns = a.batch * row_columns;
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
                 read_column_statistics(place, column_statistics, row_columns, columns, has_token, b, given);
             column_statistics += SEQUENCES * row_columns;
             inputs.take(stage, packs);
-            /* x; then for a softmax p / scale, with the sum of p g in dot */
+            /* v: x, then for a softmax p / scale. sum: of its exponentials. dot: of p g */
             float v[SEQUENCES][N], sum[SEQUENCES], dot[SEQUENCES] = {};
             if (reads_x)
                 unpack_x(packs, v);
@@ -214,7 +217,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
 #pragma unroll
             for (int k = 0; k < SEQUENCES; k++) {
                 if (k > 0 && b + k >= place.sequences)
-                    break; /* for all threads of the block: a batch of one is worth the branch */
+                    break; /* uniform over the block. Worth it for a batch of one */
                 const bool valid = has_token;
                 const float scale = on_chip ? reciprocal_fast(sum[k]) : 1.0f; /* sum >= 1, or NaN */
                 if (F == ROW_STATISTICS && valid)
@@ -265,7 +268,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
 
 /* ---- planning and launching ------------------------------------------------------------------ */
 
-/* Whether adjacent features are adjacent in all tensors but dy. */
+/* Whether features are adjacent in memory, in all tensors but dy. */
 inline bool features_are_adjacent(const lrpe_cosine_call &call) {
     const rafter_view *const views[] = {&call.x, &call.y, &call.dx};
     bool all = true;
@@ -274,9 +277,9 @@ inline bool features_are_adjacent(const lrpe_cosine_call &call) {
     return all;
 }
 
-/* What `rotate` is instantiated for: features per thread, and whether they are shifted, because they
- * are not aligned packs in all tensors. Packs of 8 bytes need no shifting if rows are aligned to that.
- * bp and short rows have narrow tiles, which only single features fill. */
+/* Which instance of `rotate` a call takes. `n`: features per thread. `shifted`: they are not aligned packs in all
+ * tensors, so that packs are loaded and stored shifted. Packs of 8 bytes need no shifting if rows are aligned to that.
+ * bp and short rows have narrow tiles, which only single features can fill. */
 struct RotateForm {
     int n;
     bool shifted;
@@ -298,12 +301,12 @@ inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_cal
     tiling.f = f;
     const bool bp = call.algorithm == RAFTER_LRPE_BP;
 
-    /* bp has few blocks, so they are narrow. The lanes of a softmax stay together. */
+    /* bp has few blocks, so tiles are narrow. The threads that share a softmax must be in one tile. */
     const bool together = f == LANE_SOFTMAX || f == BLOCK_SOFTMAX;
     const int least = f == BLOCK_SOFTMAX ? WARP : 1;
     int row_threads = together ? power_at_least(ceil_div(features, int64_t(form.n)), least, THREADS) : 0;
-    /* If arithmetic is the limit, all lanes work: heads share warps wherever they begin. If memory is,
-     * whole heads are stored by a warp, or by whole warps. */
+    /* If arithmetic is the limit, no lanes may be idle: heads follow each other within warps. If memory is the limit, a
+     * head is stored by one warp, or by whole warps. */
     if (!together && !form.shifted && sequences_alike(call) >= MANY_ALIKE) {
         const int64_t packs = ceil_div(features, int64_t(form.n));
         row_threads = packs <= WARP ? power_at_least(packs, 1, WARP) : (int)round_up(packs, int64_t(WARP));
@@ -323,7 +326,7 @@ void launch_form(const rafter_context *context, const lrpe_cosine_call &call, co
            rotate<T, N, FORWARD, F, DTHETA, SHIFTED>, arguments<T>(call), tiling);
 }
 
-/* The form of kernel that the call needs. `dtheta`: the kernel computes its moments. */
+/* Launches the form of kernel that the call needs. `dtheta`: the kernel computes the moments of dtheta. */
 template <int F, typename T, bool FORWARD>
 void launch_any_form(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling, bool dtheta) {
     const RotateForm form(call);

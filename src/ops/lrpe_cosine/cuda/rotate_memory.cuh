@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How `rotate` (rotate.cuh) reads and writes memory: the place of a thread, and its packs. */
+/* How `rotate` (rotate.cuh) reads and writes memory: which part of the call a thread takes (RotatePlace), the pipeline
+ * of its loads (Pipeline, Inputs), and its stores. */
 #ifndef RAFTER_LRPE_COSINE_CUDA_ROTATE_MEMORY_CUH
 #define RAFTER_LRPE_COSINE_CUDA_ROTATE_MEMORY_CUH
 
@@ -7,13 +8,14 @@
 
 namespace lrpe {
 
-/* The fastest by measurement: SEQUENCES are worked on side by side; STAGES groups of them are
- * being worked on or loaded; BLOCKS_PER_SM share an SM. cp.async cannot copy a single element of
- * 2 bytes: those have no stages, and those of several sequences are loaded together. */
+/* Blocks per multiprocessor. As all numbers in Pipeline, the fastest by measurement. */
 constexpr int rotate_blocks(bool forward, int f, bool dtheta, bool shifted) {
     const bool block = f == BLOCK_SOFTMAX;
     return !forward && (shifted || block || dtheta) ? 2 : shifted || block || f == COLUMN_STATISTICS ? 3 : 4;
 }
+/* SEQUENCES: a group of sequences whose packs a thread works on at a time. STAGES: groups in shared memory, which are
+ * being copied or worked on. cp.async cannot copy a single element of 2 bytes, and shifted packs are loaded into
+ * registers: these have no stages. Instead, a larger group of single elements is loaded at a time. */
 template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SHIFTED> struct Pipeline {
     static constexpr bool ASYNC = !SHIFTED && sizeof(Pack<T, N>) >= 4;
     static constexpr int INPUTS = FORWARD ? 1 : 3;
@@ -27,13 +29,13 @@ template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SHIFTED> str
                             BYTES = STAGED + ANGLES * AngleTable<T>::BYTES; /* of dynamic shared memory */
 };
 
-/* N elements at any address: the aligned packs that hold them, loaded first and shifted later. */
+/* N elements at any address: load() loads the two aligned packs that contain them, take() shifts. */
 template <typename T, int N> struct ShiftedPack {
     const T *from;
     Pack<T, N> low, high;
 
-    /* `count` of the elements are wanted, none if it is 0; the others become `instead`. Nothing outside
-     * of [begin, end) is read. */
+    /* Loads the first `count` elements; the others become `instead`. Nothing outside of the tensor, [begin, end), is
+     * read. */
     DEVICE void load(const T *first, int count, const T *begin, const T *end, float instead) {
         from = first;
         const int shift = offset_in_pack(from);
@@ -67,12 +69,12 @@ template <typename T, int N> struct ShiftedPack {
 template <typename T, int N, bool SHIFTED> struct RotatePlace {
     unsigned chunk, tile;
     int64_t first_token, end_token; /* of the block */
-    int64_t first_b;
-    int sequences;
-    int64_t h, d; /* the thread's head and first feature */
-    bool active;  /* whether they exist */
-    /* SHIFTED: features of the thread; of the next lane if it has those that follow; and whether the
-     * lane before has those before. */
+    int64_t first_b;                /* the block's first sequence */
+    int sequences;                  /* of the block */
+    int64_t h, d;                   /* the thread's head and first feature */
+    bool active;                    /* whether they exist */
+    /* SHIFTED: features that the thread has; that the next lane has, if they follow in the same head, else 0; whether
+     * the previous lane has the features before, of the same head. */
     int count, next_count;
     bool has_previous;
 
@@ -97,12 +99,13 @@ template <typename T, int N, bool SHIFTED> struct RotatePlace {
             has_previous = lane > 0 && column > 0 && d > 0;
         }
     }
-    /* Of the thread's first feature. */
+    /* The offset of the thread's first feature, for token n of the block's first sequence. */
     DEVICE int64_t offset(int64_t n, const Strides &stride) const {
         return first_b * stride.b + n * stride.n + h * stride.h + d * stride.d;
     }
-    /* Called by whole warps; `valid` is the same for all lanes of a row. SHIFTED: lanes exchange the
-     * elements that belong to each other's aligned packs; those at the ends are stored one by one. */
+    /* Stores a pack, if `valid`, which is the same for all lanes of a row. Called by whole warps. SHIFTED: each lane
+     * completes an aligned pack with the first elements of the next lane; elements at the ends of a row are stored one
+     * by one. */
     DEVICE void store(T *to, const Pack<T, N> &pack, bool valid) const {
         if constexpr (SHIFTED) {
             const uint4 &own = reinterpret_cast<const uint4 &>(pack);
@@ -130,13 +133,13 @@ template <typename T, int N, bool SHIFTED> struct RotatePlace {
     }
 };
 
-/* What adds nothing to any sum, as an element of x (input 0) or dy. */
+/* What takes the place of missing elements of x (input 0) or dy, because it adds nothing to any sum. */
 DEVICE float neutral(bool softmax, int input) {
     return softmax && input == 0 ? -INFINITY : 0.0f;
 }
 
-/* The packs that a thread works on, in order: groups of SEQUENCES sequences of a token, then
- * those of the thread's next token. */
+/* The packs that a thread works on, in this order: all groups of SEQUENCES sequences of a token, then those of the
+ * thread's next token. */
 template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct Inputs {
     static constexpr int INPUTS = Pipeline::INPUTS, SEQUENCES = Pipeline::SEQUENCES, STAGES = Pipeline::STAGES;
     const Arguments<T> &a;
@@ -144,7 +147,7 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
     typename Pipeline::Stage *const stages;
     const bool softmax, reads_x;
     const bool expanded;     /* dy is one number for all features of a row */
-    const bool one_number;   /* and for all rows: each stage gets it once */
+    const bool one_number;   /* and for all rows: it is put into each stage only once */
     const T *x, *dy;         /* addresses of the next group to load */
     int sequences, last;     /* last: the first sequence of the last group */
     int64_t x_back, dy_back; /* from the last group of a token to the next token's first */
@@ -166,7 +169,8 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
             place.active && first_n < place.end_token ? (int)((place.end_token - first_n + step - 1) >> step_log2) : 0;
         group = 0;
     }
-    /* Calls take(sequence in the group, input, address, valid) for each pack of the next group. */
+    /* Calls take(sequence in the group, input, address, valid) for each pack of the next group, and moves on. Inputs: 0
+     * is x; 1 and 2 are the cosine and the sine half of dy. */
     template <class F> DEVICE void next(F take) {
 #pragma unroll
         for (int k = 0; k < SEQUENCES; k++) {
@@ -184,7 +188,7 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
         tokens_left -= was_last;
         group = was_last ? 0 : group + SEQUENCES;
     }
-    /* Starts to load the next group. `first`: into this stage. */
+    /* Starts to load the next group into stage `to`. `first`: it is the first group in this stage. */
     DEVICE void request(int to, bool first) {
         next([&](int k, int input, const T *from, bool valid) {
             Pack<T, N> *const stage = &stages[to][k][input][threadIdx.x];
@@ -196,9 +200,9 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
         });
         copy_commit();
     }
-    /* Starts to load the first groups. Lanes past the last feature (`idle`) get packs that do
-     * not change the row's softmax. A thread without a token computes on whatever is in its
-     * stages, and stores nothing. */
+    /* Starts to load the first groups. `idle`: the thread is past the last feature of a row whose softmax is computed
+     * on chip, and gets packs that do not change it. A thread without a token computes on whatever is in its stages,
+     * and stores nothing. */
     DEVICE void start(bool idle) {
         if constexpr (Pipeline::ASYNC) {
 #pragma unroll 1
@@ -210,7 +214,7 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
                         all_of<T, N>(neutral(softmax, i % INPUTS));
         }
     }
-    /* SHIFTED: features of dy that are not adjacent, or expanded. */
+    /* SHIFTED: loads features of dy that are not adjacent, or expanded. */
     DEVICE static Pack<T, N> strided(const T *from, int count, int64_t stride) {
         Pack<T, N> pack = all_of<T, N>(0.0f);
         if (stride == 0)
@@ -221,7 +225,7 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
                 pack.v[j] = from[j * stride];
         return pack;
     }
-    /* The packs of the current group. */
+    /* Gets the packs of the next group to be worked on, which is in `stage` if there are stages. */
     DEVICE void take(int stage, Pack<T, N> (&packs)[SEQUENCES][INPUTS]) {
         if constexpr (Pipeline::ASYNC) {
             copy_wait<STAGES - 1>();
@@ -255,8 +259,8 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
             });
         }
     }
-    /* Call this when the group of `stage` has been used. Starts to load another one into it.
-     * Returns the stage of the next group. */
+    /* To be called when the group in `stage` has been used: starts to load another one into it. Returns the stage of
+     * the next group. */
     DEVICE int refill(int stage) {
         if constexpr (Pipeline::ASYNC)
             request(stage, false);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A softmax over features within the lanes of a warp, or the warps of a block. */
+/* The softmax over features of rows in registers, which some lanes of a warp, or some warps of a block, share. */
 #ifndef RAFTER_LRPE_COSINE_CUDA_ROW_SOFTMAX_CUH
 #define RAFTER_LRPE_COSINE_CUDA_ROW_SOFTMAX_CUH
 
@@ -9,12 +9,11 @@
 
 namespace lrpe {
 
-/* The threads that hold a row: `lanes` lanes of a warp, a power of two; or if BLOCK, `warps` warps
- * of the block. All threads of the block take part in every sum and maximum, of COUNT rows at
- * once. */
+/* The threads that hold a row: `lanes` lanes of a warp; or if BLOCK, `warps` warps of the block. Both are powers of
+ * two. All threads of the block take part in every sum and maximum, and combine COUNT rows at a time. */
 template <bool BLOCK> struct RowThreads {
     static constexpr int MOST_ROWS = 4;
-    typedef float Exchange[2][THREADS / WARP][MOST_ROWS]; /* two in turns, so that one barrier is enough */
+    typedef float Exchange[2][THREADS / WARP][MOST_ROWS]; /* two buffers in turns: one barrier each is enough */
     int lanes, warps;
     Exchange &exchange;
     int turn = 0;
@@ -37,8 +36,8 @@ template <bool BLOCK> struct RowThreads {
             for (int i = 0; i < COUNT; i++)
                 x[i] = combine(x[i], numbers[first + w][i]);
     }
-    /* All five butterfly steps are made: one that would leave the group adds nothing, or compares
-     * a lane with itself. A branch around it would cost more. */
+    /* The sum over the threads of the row. All five butterfly steps are made: in `sum` a step that would leave the row
+     * adds nothing, in `max` it compares a lane with itself. Skipping it by a branch would cost more. */
     template <int COUNT> DEVICE void sum(float (&x)[COUNT]) {
 #pragma unroll
         for (int step = WARP / 2; step > 0; step /= 2)
@@ -60,7 +59,7 @@ template <bool BLOCK> struct RowThreads {
         if constexpr (BLOCK)
             combine_warps(x, [](float a, float b) { return fmaxf(a, b); });
     }
-    /* Replaces x by e^(x - max); `all` gets its sum. */
+    /* Replaces x by e^(x - maximum of the row); `all` gets the sums of rows. */
     template <typename T, int COUNT, int N> DEVICE void exponentials(float (&x)[COUNT][N], float (&all)[COUNT]) {
         float top[COUNT];
 #pragma unroll

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * lrpe_cosine with a softmax over the sequence: `column_statistics` reads the inputs once, `rotate`
- * reads them again. Long sequences are cut into parts, whose statistics `merge_statistics` merges.
- * The kernels overlap (programmatic dependent launch).
+ * lrpe_cosine with a softmax over the sequence. `column_statistics` reads the inputs once; `rotate` (rotate.cuh), or
+ * `staged` (staged.cuh) if it takes the call, reads them again and writes the results. Long sequences are cut into
+ * parts, whose statistics `merge_statistics` merges. The kernels overlap (programmatic dependent launch).
  */
 #include "cuda/line_statistics.cuh"
 #include "ops/lrpe_cosine/cuda/dtheta.cuh"
@@ -15,12 +15,12 @@ using namespace lrpe;
 
 /* ---- statistics of columns ------------------------------------------------------------------- */
 
-/* A block walks down the columns of some adjacent packs of one sequence, over its part of the
- * tokens. The sums of a column are those of e^x, in backward e^x g, and for dtheta e^x position
- * dTheta. */
+/* What column_statistics is instantiated for. A block takes some adjacent packs of one sequence and walks down their
+ * columns over its part of the tokens. A column has the sum of e^x; in backward also that of e^x g, and for dtheta
+ * that of e^x position (s cos - c sin), where c and s are the two halves of dy. */
 template <typename T, int N, bool FORWARD, bool DTHETA> struct Columns {
     static constexpr int INPUTS = 3;
-    /* cp.async cannot copy 2 bytes: single elements of that size are loaded AT_A_TIME. */
+    /* cp.async cannot copy 2 bytes: without it, AT_A_TIME packs are loaded at a time. Forward does so too. */
     static constexpr bool ASYNC = !FORWARD && sizeof(Pack<T, N>) >= 4;
     static constexpr int STAGES = ASYNC ? 4 : 0, AT_A_TIME = FORWARD && N == 1 ? 16 : 8;
     static constexpr int BLOCKS_PER_SM = FORWARD ? 4 : N == 1 ? 3 : 2;
@@ -32,8 +32,7 @@ template <typename T, int N, bool FORWARD, bool DTHETA> struct Columns {
                             BYTES = STAGED > GROUPS ? STAGED : GROUPS; /* of dynamic shared memory */
 };
 
-/* Converts the statistics of a whole column to those that `rotate` reads, and to the moment of
- * dtheta. */
+/* Converts the statistics of a whole column to those that `rotate` and `staged` read, and to the moment of dtheta. */
 template <bool DTHETA, int SUMS>
 DEVICE void store_column(const Tiling &tiling, const Statistics<1, true, SUMS> &all, int64_t column, int64_t columns) {
     const float scale = 1.0f / all.sum[0][0];
@@ -45,7 +44,7 @@ DEVICE void store_column(const Tiling &tiling, const Statistics<1, true, SUMS> &
         tiling.moments[column] = (double)(all.sum[2][0] * scale);
 }
 
-/* Stores the statistics of a column's part, `columns` apart. */
+/* Stores the statistics of a column's part: [part][statistic][column]. */
 template <int SUMS>
 DEVICE void store_part(float *parts, int64_t part, int64_t column, int64_t columns, Statistics<1, true, SUMS> all) {
 #pragma unroll
@@ -53,7 +52,7 @@ DEVICE void store_part(float *parts, int64_t part, int64_t column, int64_t colum
         parts[(part * (1 + SUMS) + k) * columns + column] = all.value(k, 0);
 }
 
-/* Forward: loads a pack of each of COUNT tokens from token `first` on, of which `end` exist. */
+/* Loads a pack of each of COUNT tokens, from the thread's token number `first` on; it has `end` tokens. */
 template <typename T, int N, int COUNT>
 DEVICE void load_tokens(const T *x, int64_t stride, int first, int end, Pack<T, N> (&packs)[COUNT]) {
 #pragma unroll
@@ -87,9 +86,9 @@ DEVICE void read_stage(const Pack<T, N> (&stage)[INPUTS][THREADS], Pack<T, N> (&
         packs[k] = stage[k][threadIdx.x];
 }
 
-/* Backward: raises the maxima only if x, in v and in `pack`, exceeds one by more than 16: e^16 L
- * is far from overflowing. Rescaling the sums for every token would take six more instructions
- * per element. */
+/* Backward: raises the maxima only if some x exceeds one by more than 16. That cannot overflow: a sum of L terms is at
+ * most e^16 L. Rescaling the sums for every token would take six more instructions per element. x is both in v and in
+ * `pack`. */
 template <typename T, int N, int SUMS>
 DEVICE void cover_loosely(Statistics<N, true, SUMS> &mine, const float (&v)[N], const Pack<T, N> &pack) {
     float above = 0.0f;
@@ -114,7 +113,7 @@ DEVICE void add_token(Statistics<N, true, SUMS> &mine, const float (&v)[N], cons
     }
 }
 
-/* entry(j): of the table. */
+/* sincos_approximate for the angles of a pack. entry(j): the entry of the table for element j. */
 template <typename T, int N, class Entry>
 DEVICE void approximate_angles(const AngleTable<T> &table, Entry entry, int64_t position, float (&sine)[N],
                                float (&cosine)[N]) {
@@ -124,7 +123,7 @@ DEVICE void approximate_angles(const AngleTable<T> &table, Entry entry, int64_t 
         sincos_approximate(table.short_at(entry(j)), table.theta_at(entry(j)), at, &sine[j], &cosine[j]);
 }
 
-/* Rotates the angles of a pack by those whose sines and cosines are given. */
+/* Adds to the angles of a pack those whose sines and cosines are s and c. */
 template <int N>
 DEVICE void advance_angles(const float (&s)[N], const float (&c)[N], float (&sine)[N], float (&cosine)[N]) {
 #pragma unroll
@@ -135,7 +134,7 @@ DEVICE void advance_angles(const float (&s)[N], const float (&c)[N], float (&sin
     }
 }
 
-constexpr int REFRESH = 64; /* tokens of a thread from one computation of INCREMENTAL angles to the next */
+constexpr int REFRESH = 64; /* INCREMENTAL: a thread computes the angles of every 64th of its tokens afresh */
 
 /* The part of the call that a block, and a thread of it, works on. */
 template <typename T, int N> struct ColumnsPlace {
@@ -151,7 +150,7 @@ template <typename T, int N> struct ColumnsPlace {
         const int step = 1 << step_log2;
         const unsigned chunk = tiling.tiles.quotient(blockIdx.x);
         tile = blockIdx.x - chunk * tiling.tiles.number;
-        /* From the last tokens to the first, which are still in L2 when `rotate` begins with
+        /* Blocks go from the last tokens to the first ones, so that these are still in L2 when `rotate` begins with
          * them. */
         const unsigned from_last = batch.quotient(chunk);
         b = chunk - from_last * batch.number;
@@ -169,10 +168,9 @@ template <typename T, int N> struct ColumnsPlace {
     }
 };
 
-/* parts [part, statistic, column]: NULL if there is one part. INCREMENTAL: a thread rotates the
- * angles of a token to get those of its next one, and computes them afresh every REFRESH tokens.
- * The error does not show in 16-bit results. Positions must be offset + n, and below 2^32 in
- * size. */
+/* Computes the statistics of columns. `parts`: [part][statistic][column]; NULL if there is one part. INCREMENTAL: a
+ * thread gets the angles of its next token by adding a constant angle, and computes them afresh every REFRESH tokens.
+ * The error does not show in 16-bit results. Positions must be offset + n then, and below 2^32 in size. */
 template <typename T, int N, bool FORWARD, bool DTHETA, bool INCREMENTAL>
 __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCKS_PER_SM)
     column_statistics(const Arguments<T> a, const Tiling tiling, const Divisor batch, float *parts) {
@@ -186,7 +184,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
     __shared__ __align__(
         16) char angles[FORWARD ? 16 : N * WARP * AngleTable<T>::BYTES]; /* [element of a pack][pack] */
     const AngleTable<T> table = {angles, N * WARP};
-    /* Of the angle from a thread's token to its next, [pack][element]. */
+    /* INCREMENTAL: of the angle from a thread's token to its next one, [pack][element]. */
     __shared__ __align__(16) float cosines[INCREMENTAL ? N * WARP : 1], sines[INCREMENTAL ? N * WARP : 1];
     const int width = tiling.width(), column = threadIdx.x & (width - 1), row = threadIdx.x >> tiling.width_log2;
     const int step_log2 = THREADS_LOG2 - tiling.width_log2, step = 1 << step_log2;
@@ -207,7 +205,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
     } else {
         const T *dy = a.dy + place.offset(a.y_stride);
         const float theta =
-            row < N && place.active ? a.theta_at(place.h, place.d + row) : 0.0f; /* everything waits for it */
+            row < N && place.active ? a.theta_at(place.h, place.d + row) : 0.0f; /* first: everything waits for it */
         int left = count, stage = 0;
         const auto request = [&] {
             if (left-- > 0) {
@@ -262,7 +260,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
                 Pack<T, N> packs[INPUTS];
                 read_stage(stages[stage], packs);
                 add(i, packs);
-                request(); /* all that was in the stage has been used */
+                request(); /* into the same stage, which has been used */
             }
         } else {
             const int64_t x_apart = step * a.x_stride.n, dy_apart = step * a.y_stride.n;
@@ -299,6 +297,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
     }
 }
 
+/* Merges the parts of columns, a thread per column. */
 template <int SUMS, bool DTHETA>
 __global__ void __launch_bounds__(THREADS) merge_statistics(const Tiling tiling, const float *parts, int64_t columns) {
     const int64_t column = (int64_t)blockIdx.x * THREADS + threadIdx.x;
@@ -327,14 +326,14 @@ __global__ void __launch_bounds__(THREADS) merge_statistics(const Tiling tiling,
 
 /* ---- the variant ----------------------------------------------------------------------------- */
 
-/* All tokens per block if they are few or bp asks for it; else enough blocks for the device,
- * with at least 8 tokens per thread. */
+/* How column_statistics is cut. A block takes all tokens of a sequence if they are few, or if the algorithm is bp; else
+ * there are enough blocks for the device, but a thread has at least 8 tokens. */
 Tiling plan_columns(const rafter_cuda_state &device, const lrpe_cosine_call &call, int n) {
     Tiling tiling = {};
-    constexpr int64_t INVARIANT_BATCH = 8; /* what a batch-invariant call is cut for */
+    constexpr int64_t INVARIANT_BATCH = 8; /* a batch-invariant call is cut as if it had this batch */
     const int64_t batch = call.common.batch_invariant ? INVARIANT_BATCH : call.x.shape[0], length = call.x.shape[1];
     const bool one_part = call.algorithm == RAFTER_LRPE_BP || length <= THREADS / NARROW_TILE * 16;
-    /* Single elements need whole warps for 64 bytes. */
+    /* Single elements of 2 bytes need a whole warp to fill 64 bytes. */
     const int least = n > 1 ? NARROW_TILE : WARP, most = one_part ? least : WARP;
     plan_tiles(&tiling, call.x.shape[2], call.x.shape[3], n, least, most, 0);
     const int64_t step = THREADS / tiling.width(), tasks = tiling.tiles.number * batch;
@@ -352,8 +351,8 @@ struct SequenceSoftmax {
     struct Plan {
         int width; /* elements per pack of column_statistics */
         Tiling columns, rotate;
-        bool staged;                    /* `staged` takes the place of `rotate` */
-        Staging staging;                /* then */
+        bool staged;                    /* `staged` writes the results instead of `rotate` */
+        Staging staging;                /* used if so */
         int64_t count, parts;           /* columns; parts of the sequence */
         size_t statistics_at, parts_at; /* bytes into the workspace, after dtheta's moments */
     };

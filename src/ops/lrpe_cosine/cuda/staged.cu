@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* lrpe_cosine without a softmax over the sequence, for rows that are not aligned packs. */
+/* lrpe_cosine without a softmax over the sequence, for rows that are not aligned packs: one kernel, `staged` in
+ * staged.cuh. */
 #include "ops/lrpe_cosine/cuda/staged.cuh"
 
 #include "ops/lrpe_cosine/cuda/dtheta.cuh"

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * lrpe_cosine of rows that begin anywhere in memory. A block takes chunks: all features of some heads,
- * of one token or of several; or if dy is turned, some of the features of many heads. A chunk goes
- * through shared memory. It is copied in aligned packs, as adjacent elements lie in memory, wherever
- * heads begin; and it is worked on element by element, adjacent threads on adjacent elements. So rows of
- * 33 elements move as fast as rows of 32. The angles of a chunk are computed once for all sequences of
- * the block.
+ * lrpe_cosine of rows that begin at any address: the kernel `staged`, for staged.cu and sequence_softmax.cu.
+ * why_not_staged says which calls take it; others take `rotate` (rotate.cuh).
+ *
+ * A block works on chunks. A chunk is all features of some heads, of one token or of several; or, if dy is turned
+ * (is_turned), it may be some of the features of many heads. A chunk goes through shared memory. It is copied in
+ * aligned packs, wherever heads begin, and is then worked on element by element, adjacent threads on adjacent
+ * elements. So rows of 33 elements move as fast as rows of 32. The angles of a chunk are computed once for all
+ * sequences of the block. staged_memory.cuh has the copies and the places of elements.
  */
 #ifndef RAFTER_LRPE_COSINE_CUDA_STAGED_CUH
 #define RAFTER_LRPE_COSINE_CUDA_STAGED_CUH
@@ -19,20 +21,22 @@ namespace lrpe {
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-/* What a kernel is instantiated for. */
+/* The layouts that there are instances of the kernel for. A span is a sequence of adjacent elements: see Spans. */
 enum Layout {
     COMPACT, /* a chunk is one span in every tensor */
-    SPREAD,  /* it may have several spans */
-    TURNED,  /* and of dy, heads are adjacent instead of features */
-    DIRECT   /* and of dy, neither are: it is read from memory, element by element */
+    SPREAD,  /* a chunk may have several spans */
+    TURNED,  /* as SPREAD, but in dy heads are adjacent instead of features */
+    DIRECT   /* as SPREAD, but in dy neither are: it is read directly from memory, element by element */
 };
 
+/* Chunks in shared memory: one is worked on, the others are being copied. */
 template <bool FORWARD> constexpr int STAGED_STAGES = FORWARD ? 4 : 3;
 
 /* The tokens, sequences, heads and features of a block. */
 struct StagedBlock {
     unsigned chunk;
     int64_t first_token, end_token, first_b;
+    /* step: tokens of a chunk. missing: how many features fewer than usual the block has. */
     int sequences, first_head, heads, first_feature, features, step, missing;
 
     template <typename T> DEVICE StagedBlock(const Arguments<T> &a, const Staging &plan) : step(plan.step) {
@@ -55,13 +59,14 @@ struct StagedBlock {
         return ChunkAddress(tensor + first_feature * stride.d, stride, first_b, first_token, first_head, sequences,
                             step);
     }
+    /* The part of a chunk that exists. tokens_left: from its first token to the block's end. */
     DEVICE Extent extent(int tokens_left) const {
         const int tokens = min(tokens_left, step);
         return Extent{tokens, heads, tokens * heads, missing};
     }
 };
 
-/* theta of the table's entries that a thread fills: all loads at once. */
+/* Loads theta for the entries of the table of angles that a thread fills, all loads at once. */
 template <int ORDER, typename T, int N>
 DEVICE void read_theta(const Arguments<T> &a, const Staging &plan, const StagedBlock &block, float (&theta)[N]) {
     const auto with = [&](auto zero) {
@@ -87,20 +92,21 @@ DEVICE void read_theta(const Arguments<T> &a, const Staging &plan, const StagedB
         with(from_float<fp16>(0.0f));
 }
 
-/* Blocks that share an SM: so many that no registers are spilled. `width`: elements of a thread. */
+/* Blocks per multiprocessor: as many as possible without spilling registers. `width`: elements per thread. */
 constexpr int staged_blocks(int width, bool forward, int f, bool dtheta, int layout) {
     return !forward && (dtheta || layout == DIRECT || (f >= LANE_SOFTMAX && width > 4)) ? 2 : 3;
 }
 
-/* Copies chunks into the stages, in the order of the work. */
+/* Copies chunks into the stages in the order in which they are worked on: all sequences of some tokens, then of the
+ * next tokens. X, DY: which inputs it copies. */
 template <typename T, int LAYOUT, bool X, bool DY> struct ChunkLoader {
     static constexpr bool MANY = LAYOUT != COMPACT;
     const Arguments<T> &a;
     const Staging &plan;
     const StagedBlock &block;
     unsigned stages;
-    ChunkAddress x, dy; /* of the next chunk */
-    int left, b;        /* tokens from the next chunk on; its sequence */
+    ChunkAddress x, dy; /* of the next chunk to copy */
+    int left, b;        /* tokens from that chunk on; its sequence in the block */
 
     DEVICE ChunkLoader(const Arguments<T> &a, const Staging &plan, const StagedBlock &block, unsigned stages)
         : a(a), plan(plan), block(block), stages(stages), x(block.address(a.x, a.x_stride)),
@@ -126,8 +132,8 @@ template <typename T, int LAYOUT, bool X, bool DY> struct ChunkLoader {
     }
 };
 
-/* The entries of the table of angles, in the lower halves, and the tokens of the thread's
- * elements. */
+/* What a thread knows about each of its elements: the entry of the table of angles (lower half of entries[j]), the
+ * token of the chunk (upper half), and whether the element exists. */
 template <typename T> struct Entries {
     static constexpr int COUNT = WIDE<T>;
     unsigned entries[COUNT], exist = 0;
@@ -153,15 +159,16 @@ template <typename T> struct Entries {
     }
 };
 
-/* f: x becomes p / scale if it is a softmax; then g, the gradient of f(x), becomes that of x, and if
- * VALUES, v becomes f(x). */
+/* f and its gradient, for a thread's elements. normalise() replaces x by v, which is x itself, or for a softmax p /
+ * scale where p is its result; it returns `scale`. differentiate() replaces g, the gradient of f(x), by that of x; and
+ * if VALUES, v by f(x). */
 template <typename T, int F> struct StagedF {
     static constexpr int COUNT = WIDE<T>;
     static constexpr bool SOFTMAX = F == LANE_SOFTMAX || F == BLOCK_SOFTMAX;
     const int f;
     const Entries<T> &entries;
     RowThreads<F == BLOCK_SOFTMAX> row_threads;
-    int64_t columns; /* COLUMN_STATISTICS: from one statistic to the next */
+    int64_t columns; /* COLUMN_STATISTICS: elements from one statistic to the next */
 
     DEVICE float normalise(const float *statistics, float (&v)[1][COUNT]) {
         if constexpr (SOFTMAX) {
@@ -205,7 +212,7 @@ template <typename T, int F> struct StagedF {
     }
 };
 
-/* Sums the moments of a block over the tokens of a chunk, in `shared`, and stores them. */
+/* Sums the moments of a block over the tokens of a chunk, through `shared`, and stores them. */
 template <int ORDER, typename T>
 DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, const StagedBlock &block,
                                 const Entries<T> &entries, const double (&moment)[WIDE<T>], double *shared) {
@@ -228,6 +235,7 @@ DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, cons
     }
 }
 
+/* F: Tiling::f, or RUNTIME_F. DTHETA: the moments of dtheta are wanted. LAYOUT: a Layout. */
 template <typename T, bool FORWARD, int F, bool DTHETA, int LAYOUT>
 __global__ void __launch_bounds__(THREADS, staged_blocks(WIDE<T>, FORWARD, F, DTHETA, LAYOUT))
     staged(const Arguments<T> a, const Staging plan) {
@@ -250,13 +258,13 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(WIDE<T>, FORWARD, F, DT
     keep(stages);
     keep(results);
     if constexpr (DTHETA)
-        start_next_kernel(); /* the sum of moments */
+        start_next_kernel(); /* which sums the moments */
 
     const StagedBlock block(a, plan);
     const int features = (int)plan.features.number, sequences = block.sequences;
     ChunkLoader<T, LAYOUT, READS_X, !FORWARD && LAYOUT != DIRECT> loader(a, plan, block, stages);
     ChunkAddress x = loader.x, dy = loader.dy, out = block.address(a.out, FORWARD ? a.y_stride : a.dx_stride);
-    float theta[COUNT]; /* everything waits for it */
+    float theta[COUNT]; /* loaded first: everything waits for it */
     read_theta<ORDER>(a, plan, block, theta);
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++)
@@ -284,10 +292,10 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(WIDE<T>, FORWARD, F, DT
     double moment[DTHETA ? COUNT : 1] = {};
     int stage = 0;
     if constexpr (F == COLUMN_STATISTICS)
-        wait_for_previous_kernel(); /* for the statistics; other inputs are older */
+        wait_for_previous_kernel(); /* for the statistics; the kernel that wrote them has waited for other inputs */
 
-    /* Those of a chunk, from token n on; those of the next chunk are filled in while it is worked on. The
-     * thread's first one is loaded long before. */
+    /* The positions of a chunk's tokens, from token n on, in two buffers: those of the next tokens are filled in while
+     * the current ones are used. fill_positions gets the thread's first number, which was loaded long before. */
     Position *const two_positions = reinterpret_cast<Position *>(dynamic + plan.positions_at);
     const auto number_at = [&](int64_t n, int i) { return a.position(block.first_b, min(n + i, block.end_token - 1)); };
     const auto fill_positions = [&](int64_t n, int which, int64_t first) {
@@ -319,7 +327,7 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(WIDE<T>, FORWARD, F, DT
             copy_wait<STAGES - 2>();
             __syncthreads(); /* the chunk is here, and all threads are done with the one before */
             loader.request(stage == 0 ? STAGES - 1 : stage - 1);
-            float v[1][COUNT], c[COUNT], s[COUNT], scale = 1.0f; /* v: x; of a softmax p / scale */
+            float v[1][COUNT], c[COUNT], s[COUNT], scale = 1.0f; /* v: x; for a softmax p / scale */
             if constexpr (READS_X) {
                 x_at.read(staged_x, x.low(), v[0]);
                 scale = function.normalise(statistics, v);
@@ -382,9 +390,8 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(WIDE<T>, FORWARD, F, DT
 
 /* ---- planning -------------------------------------------------------------------------------- */
 
-/* How chunks lie in `view`, with rows of `row` elements. `apart`: rows are spans of their own,
- * an odd number of packs apart in shared memory, where threads with adjacent heads otherwise met
- * in one bank. */
+/* How chunks lie in `view`, with rows of `row` elements. `apart`: each row is a span of its own, and these are an odd
+ * number of packs apart in shared memory, which avoids bank conflicts between threads with adjacent heads. */
 inline Spans spans_of(const rafter_view &view, int64_t row, int64_t heads, int64_t step, bool apart = false) {
     Spans spans = {};
     spans.kind = Spans::ALL;
@@ -418,7 +425,8 @@ inline Spans turned_spans_of(const rafter_view &dy, int64_t features, int64_t he
     return spans;
 }
 
-/* Bytes of a chunk in shared memory. There are bytes for all elements that threads may touch. */
+/* Bytes of shared memory for a chunk of one tensor, including elements that threads access though the chunk does not
+ * have them. */
 inline unsigned staged_bytes(const Spans &spans, const Staging &plan, int bytes) {
     const int64_t heads = plan.heads.number, features = plan.features.number, step = plan.step;
     const int64_t count = spans.kind == Spans::ALL       ? 1
@@ -429,8 +437,8 @@ inline unsigned staged_bytes(const Spans &spans, const Staging &plan, int bytes)
     return (unsigned)round_up(max(count * spans.pitch * bytes, int64_t(plan.threads + 1) * 16), int64_t(128));
 }
 
-/* The heads and tokens of a chunk: as many elements as the threads can hold, or fewer if the
- * tensor is so small that some blocks would have none. Then all blocks run at once. */
+/* Sets the heads and tokens of a chunk, which has `least` to `most` rows: as many elements as the threads can hold
+ * (`most`), or fewer if the tensor is so small that some multiprocessors would be idle. Then all blocks run at once. */
 inline void plan_rows(Staging *plan, const rafter_cuda_state &device, const lrpe_cosine_call &call, int64_t least,
                       int64_t most) {
     const int64_t batch = call.x.shape[0], length = call.x.shape[1], heads = call.x.shape[2];
@@ -448,17 +456,17 @@ inline void plan_rows(Staging *plan, const rafter_cuda_state &device, const lrpe
     plan->feature_tiles = Divisor(1);
 }
 
-/* What a chunk has. */
+/* Sets the heads, tokens and features of a chunk, and the threads of a block. */
 inline void plan_chunk(Staging *plan, const rafter_cuda_state &device, const lrpe_cosine_call &call) {
     const int64_t heads = call.x.shape[2], features = call.x.shape[3], bytes = rafter_dtype_bytes(call.x.dtype),
                   width = 16 / bytes;
     const bool softmax = plan->tiling.f == LANE_SOFTMAX || plan->tiling.f == BLOCK_SOFTMAX;
-    /* Very short rows that are not adjacent take more shared memory than they have elements. */
+    /* Very short rows that are not adjacent take up to a pack more of shared memory than they have elements. */
     const int64_t most = softmax ? THREADS / plan->tiling.lanes
                                  : max(THREADS * width / (features < width ? features + width : features), int64_t(1));
     const int64_t least = min(max(THREADS / features, int64_t(1)), most);
-    /* Of a turned dy, a chunk should have SIDE bytes of adjacent heads; else it has some of the features
-     * of more heads. */
+    /* If dy is turned, a chunk should have at least SIDE bytes of adjacent heads. If it cannot have that with all
+     * features, it takes only some features. */
     constexpr int64_t SIDE = 64;
     const int64_t side = min(SIDE / bytes, heads), wanted = ceil_div(heads, ceil_div(heads, min(heads, most)));
     if (plan->layout == TURNED && wanted < side) {
@@ -480,7 +488,7 @@ inline void plan_chunk(Staging *plan, const rafter_cuda_state &device, const lrp
     plan->width = Divisor(plan->heads.number * chunk_features);
 }
 
-/* f: an act, COLUMN_STATISTICS, or for a softmax over features RAFTER_ACT_SOFTMAX. */
+/* f: the act of the call, or COLUMN_STATISTICS for a softmax over the sequence. */
 inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_call &call, int f) {
     Staging plan = {};
     const bool forward = call.common.direction == RAFTER_FORWARD, dtheta = call.dtheta.data != NULL;
@@ -489,7 +497,7 @@ inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_ca
     const int64_t width = 16 / bytes;
     plan.tiling.f = f;
     plan.tiling.lanes = 1;
-    if (f == LANE_SOFTMAX) { /* a row has a power of two of threads */
+    if (f == LANE_SOFTMAX) { /* the threads of a row are a power of two */
         plan.tiling.lanes = power_at_least(ceil_div(call.x.shape[3], width), 1, THREADS);
         plan.tiling.f = plan.tiling.lanes > WARP ? BLOCK_SOFTMAX : LANE_SOFTMAX;
         while (1 << plan.tiling.width_log2 < plan.tiling.lanes)
@@ -498,7 +506,7 @@ inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_ca
     plan.layout = f < LANE_SOFTMAX && is_turned(call) ? TURNED : y.stride[3] != 1 ? DIRECT : SPREAD;
     plan_chunk(&plan, device, call);
     const int64_t heads = plan.heads.number, features = plan.features.number;
-    /* Short rows would take more copies of their own than bank conflicts take. */
+    /* Not for short rows: to copy each row on its own would cost more than the bank conflicts do. */
     const bool apart =
         plan.layout == TURNED && (plan.feature_tiles.number > 1 || (features >= 32 && features % width == 0));
     plan.x = spans_of(call.x, features, heads, plan.step, apart);
@@ -521,7 +529,7 @@ inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_ca
 
     const int blocks = staged_blocks((int)width, forward, plan.tiling.f, dtheta, plan.layout) * THREADS / plan.threads;
     const int fitting = (int)(227 << 10) / (int)(plan.bytes + (1 << 10));
-    const bool own_positions = sequences_alike(call) < call.x.shape[0]; /* loads of its own for every step */
+    const bool own_positions = sequences_alike(call) < call.x.shape[0]; /* every step loads positions */
     plan_waves(&plan.tiling, call, plan.step, (int64_t)device.multiprocessors * max(min(blocks, fitting), 1),
                own_positions ? 1 : 32);
     return plan;
@@ -560,8 +568,8 @@ inline const char *why_not_staged(const lrpe_cosine_call &call) {
     if (call.act != RAFTER_ACT_SOFTMAX && call.y.data && allows_wide_access(call.y, 4) &&
         call.x.shape[3] % width == 0 && call.x.shape[2] > 1 && call.x.stride[2] != call.x.shape[3])
         return "y is aligned packs, and rows of x lie apart: it takes less to shift them";
-    /* Going through shared memory takes longer than a small call has: up to 4 MB it pays off
-     * only for rows so short that `rotate` wastes many lanes at their ends. */
+    /* For small calls, the latency of going through shared memory counts: up to 4 MB it pays only for rows that are so
+     * short that `rotate` would leave many lanes idle at their ends. */
     const rafter_view &dy = call.dy;
     const int64_t bytes = call.x.numel * rafter_dtype_bytes(call.x.dtype), features = call.x.shape[3];
     const bool strided = dy.data && dy.stride[3] != 1, fills = call.x.shape[2] * features >= WARP * width;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How `staged` (staged.cuh) moves chunks between memory and shared memory, and where a thread
- * finds its elements there. */
+/* How `staged` (staged.cuh) copies chunks between memory and shared memory, and where a thread finds its elements
+ * there. */
 #ifndef RAFTER_LRPE_COSINE_CUDA_STAGED_MEMORY_CUH
 #define RAFTER_LRPE_COSINE_CUDA_STAGED_MEMORY_CUH
 
@@ -10,41 +10,43 @@ namespace lrpe {
 
 /* ---- a chunk in memory and in shared memory -------------------------------------------------- */
 
-/* How a chunk lies in one tensor: in spans of adjacent elements. In shared memory a span begins as
- * far after a multiple of 16 bytes as in memory. */
+/* How a chunk lies in one tensor: in spans of adjacent elements. In shared memory a span has the same offset from a
+ * 16-byte boundary as in memory. */
 struct Spans {
-    /* What a span holds. Of a turned dy, whose heads are adjacent: the heads of one feature, or all that
-     * the chunk has of one half of a token. */
+    /* What a span has of the chunk: a row (all features of a head); all heads of a token; everything. In a turned dy,
+     * whose heads are adjacent: the heads of one feature; or all heads and features of one half (cosines or sines) of a
+     * token. */
     enum Kind { ROW, TOKEN, ALL, FEATURE, HALF } kind;
-    int row, pitch;        /* elements: of a row; from span to span in shared memory */
-    Divisor packs;         /* from span to span in shared memory */
+    int row, pitch;        /* elements of a row; elements from span to span in shared memory */
+    Divisor packs;         /* packs from span to span in shared memory */
     int64_t n, h, d, half; /* strides of tokens, heads and features in memory; from cosines to sines */
 
-    /* Of a turned dy: bytes from the cosines to the sines of a token in shared memory. */
+    /* For a turned dy: bytes from the cosines to the sines of a token in shared memory. */
     template <typename T> __host__ __device__ unsigned half_bytes(int features) const {
         return static_cast<unsigned>((kind == FEATURE ? features : 1) * pitch) * static_cast<unsigned>(sizeof(T));
     }
 };
 
+/* The plan of a call, as a kernel argument. */
 struct Staging {
-    Tiling tiling;                  /* tiles of heads; step tokens at a time */
-    int threads;                    /* of a block */
+    Tiling tiling;                  /* its tiles: pieces that the heads and features of a token are cut into */
+    int threads;                    /* per block */
     int layout;                     /* a Layout */
     int step;                       /* tokens of a chunk; more than one only if it has all heads */
     Divisor heads, features, width; /* of a chunk; width: heads * features */
-    Divisor feature_tiles;          /* that the features are cut into; more than one only if dy is TURNED */
-    Spans x, y, out;                /* y: dy. out: y or dx */
-    /* Dynamic shared memory, in bytes: the table of angles, the positions of two chunks in
-     * turns, the stages, each with x and dy, and the output. */
+    Divisor feature_tiles;          /* pieces that the features are cut into; more than one only if dy is TURNED */
+    Spans x, y, out;                /* x; y, in backward dy; the output: y or dx */
+    /* Dynamic shared memory, in bytes: the table of angles, two buffers of positions, the stages, each with x and dy,
+     * and the output. */
     unsigned positions_at, stages_at, stage_bytes, dy_at, out_at, out_bytes, bytes;
 };
 
-/* The part of a chunk that exists. `missing`: of the features of every row. */
+/* The part of a chunk that exists. rows: tokens * heads. missing: features that every row lacks. */
 struct Extent {
     int tokens, heads, rows, missing;
 };
 
-/* Keeps the compiler from computing `a` again wherever it is used. */
+/* Makes the compiler keep `a` in a register, instead of computing it again wherever it is used. */
 DEVICE void keep(unsigned &a) {
     asm volatile("" : "+r"(a));
 }
@@ -52,6 +54,7 @@ DEVICE void keep(uint64_t &a) {
     asm volatile("" : "+l"(a));
 }
 
+/* Copy bytes [first, end) of a pack, element by element, into and out of shared memory. */
 template <typename T> DEVICE void copy_elements_in(uint64_t pack, unsigned to, int first, int end) {
 #pragma unroll 1
     for (int at = first; at < end; at += sizeof(T))
@@ -63,9 +66,9 @@ template <typename T> DEVICE void copy_elements_out(uint64_t pack, unsigned from
         *reinterpret_cast<T *>(pack + at) = read_shared<T>(from + at);
 }
 
-/* Calls f(address of a pack in memory, its bytes' offset in shared memory, first, end) for the
- * thread's packs of `count` spans, of `length` elements each. Bytes first to end - 1 of the pack belong
- * to the chunk. where(s): the elements from the chunk to span s. */
+/* Divides `count` spans of `length` elements each into aligned packs. Calls f(address of the pack in memory, its offset
+ * in shared memory in bytes, first, end) for those of this thread. Bytes [first, end) of the pack belong to the chunk.
+ * where(s): the offset of span s from the chunk's address, in elements. */
 template <typename T, class Where, class F>
 DEVICE void for_each_span_pack(const Divisor &span_packs, uint64_t chunk, int count, int length, Where where, F f) {
     const int packs = static_cast<int>(span_packs.number), bytes = length * static_cast<int>(sizeof(T));
@@ -78,7 +81,7 @@ DEVICE void for_each_span_pack(const Divisor &span_packs, uint64_t chunk, int co
     }
 }
 
-/* The same for a chunk with several spans. */
+/* The same for all spans of a chunk, if they are rows or tokens. */
 template <typename T, class F>
 DEVICE void for_each_pack(const Spans &spans, const Divisor &heads, uint64_t chunk, const Extent &extent, F f) {
     const bool of_tokens = spans.kind == Spans::TOKEN;
@@ -91,7 +94,7 @@ DEVICE void for_each_pack(const Spans &spans, const Divisor &heads, uint64_t chu
     for_each_span_pack<T>(spans.packs, chunk, of_tokens ? extent.tokens : extent.rows, length, where, f);
 }
 
-/* Starts to copy a chunk of a turned dy into shared memory. Nothing outside of [begin, end) is read. */
+/* Starts to copy a chunk of a turned dy into shared memory. Nothing outside of dy, [begin, end), is read. */
 template <typename T>
 DEVICE void copy_turned_in(const Staging &plan, uint64_t chunk, const Extent &extent, const T *begin, const T *end,
                            unsigned to) {
@@ -118,8 +121,8 @@ DEVICE void copy_turned_in(const Staging &plan, uint64_t chunk, const Extent &ex
             pack_in);
 }
 
-/* Starts to copy a chunk into shared memory. Nothing outside of [begin, end) is read. MANY: it
- * may have several spans. */
+/* Starts to copy a chunk into shared memory. Nothing outside of the tensor, [begin, end), is read. MANY: the chunk may
+ * have several spans. */
 template <bool MANY, typename T>
 DEVICE void copy_in(const Spans &spans, const Divisor &heads, uint64_t chunk, const Extent &extent, const T *begin,
                     const T *end, unsigned to) {
@@ -164,15 +167,15 @@ DEVICE void copy_out(const Spans &spans, const Divisor &heads, uint64_t chunk, c
         copy_elements_out<T>(aligned + end, from + end, 0, bytes - end);
 }
 
-/* What adjacent threads have. */
+/* How the elements of a chunk are given to threads. Adjacent threads have */
 enum Order {
-    BY_FEATURE, /* adjacent elements of the chunk: the features of a head */
-    BY_HEAD,    /* the heads of a feature */
-    BY_ROW      /* adjacent features of a row, which `lanes` threads hold */
+    BY_FEATURE, /* adjacent elements of the chunk: features of a head, and so on to the next head */
+    BY_HEAD,    /* adjacent heads, for the same feature */
+    BY_ROW      /* adjacent features of a row; exactly Tiling::lanes threads share a row */
 };
 
-/* A head and a feature of a chunk as one number: the place in the table of angles. Adjacent
- * threads have adjacent places. */
+/* The entry of the table of angles for a head and a feature of a chunk; place_of is the reverse. Adjacent threads have
+ * adjacent entries. */
 template <int ORDER> DEVICE unsigned entry_of(const Staging &plan, unsigned head, unsigned d) {
     return ORDER == BY_HEAD ? d * plan.heads.number + head : head * plan.features.number + d;
 }
@@ -186,7 +189,7 @@ template <int ORDER> DEVICE Tiling::Place place_of(const Staging &plan, unsigned
     }
 }
 
-/* The elements of a chunk that a thread has. */
+/* The COUNT elements of a chunk that a thread has; operator[] gives the j-th. */
 template <typename T, int ORDER> struct Elements {
     static constexpr int COUNT = WIDE<T>;
     const Staging &plan;
@@ -218,16 +221,18 @@ template <typename T, int ORDER> struct Elements {
     }
 };
 
+/* How Places finds elements. The shift of a span is its offset from a 16-byte boundary, in bytes, which is known only
+ * when the chunk's address is. */
 enum Placing {
     LINEAR,      /* one span without gaps: element e of the chunk is element e of the span */
-    ONE_SPAN,    /* with gaps */
-    MANY_SPANS,  /* `place` holds the place without the span's distance from a pack, times 16, plus how much
-                   further from a pack the span begins than the chunk */
-    TURNED_SPANS /* the same for a turned dy: of its cosines */
+    ONE_SPAN,    /* one span, with other places: rows of y and dy have two halves, or the order is BY_ROW */
+    MANY_SPANS,  /* place[j] is 16 times the place without the span's shift, plus the span's shift minus the
+                   chunk's, modulo 16 */
+    TURNED_SPANS /* the same for a turned dy; places of its cosines */
 };
 
-/* Where the thread's elements are in the shared memory of a tensor, in bytes. Those that the chunk does
- * not have are read `elsewhere`, and not written; if LINEAR, they are after its end. */
+/* Where the thread's elements are in the shared memory of a tensor, in bytes. For elements that the chunk does not
+ * have, it reads from `elsewhere` and writes nothing; if LINEAR, their places are after the end of the chunk. */
 template <typename T, int PLACING> struct Places {
     static constexpr int COUNT = WIDE<T>;
     unsigned place[PLACING == LINEAR ? 1 : COUNT];
@@ -264,7 +269,7 @@ template <typename T, int PLACING> struct Places {
                 keep(place[j]);
             }
     }
-    /* `low`: the lower half of the chunk's address in memory. */
+    /* The place of the j-th element. `low`: the lower half of the chunk's address in memory. */
     DEVICE unsigned operator()(int j, unsigned low) const {
         if constexpr (PLACING == LINEAR)
             return place[0] + low % 16 + j * blockDim.x * static_cast<unsigned>(sizeof(T));
@@ -282,7 +287,7 @@ template <typename T, int PLACING> struct Places {
         for (int j = 0; j < COUNT; j++)
             v[j] = to_float(loaded[j]);
     }
-    /* `elsewhere`: the constructor's. */
+    /* `elsewhere`: as given to the constructor. */
     DEVICE void write(unsigned to, unsigned low, const float (&v)[COUNT], unsigned elsewhere) const {
         const Pack<T, COUNT> pack = packed<T, COUNT>(v);
 #pragma unroll
@@ -292,12 +297,13 @@ template <typename T, int PLACING> struct Places {
     }
 };
 
-/* The same for a dy that is read from memory, element by element: the offsets from the chunk. */
+/* The same for a dy that is read directly from memory, element by element: offsets from the chunk's address, in
+ * elements. */
 template <typename T> struct DirectPlaces {
     static constexpr int COUNT = WIDE<T>;
     unsigned place[COUNT];
-    bool one_per_chunk, one_number; /* dy is the same number for a whole chunk; for all of them */
-    float number;                   /* then */
+    bool one_per_chunk, one_number; /* dy is one number for a whole chunk; one number for all chunks */
+    float number;                   /* that number, if one_number */
 
     template <int ORDER>
     DEVICE DirectPlaces(const Spans &spans, const Elements<T, ORDER> &elements, const Arguments<T> &a)
@@ -311,7 +317,7 @@ template <typename T> struct DirectPlaces {
             keep(place[j]);
         }
     }
-    /* Both halves, `half` apart. has(j): whether the element exists. */
+    /* Reads both halves, `half` elements apart. has(j): whether element j exists. */
     template <class Has>
     DEVICE void read(const T *chunk, int64_t half, Has has, float (&c)[COUNT], float (&s)[COUNT]) const {
         if (one_per_chunk) {
@@ -335,10 +341,11 @@ template <typename T> struct DirectPlaces {
     }
 };
 
-/* The address of a tensor's chunks, in the order of the work: all sequences of some tokens, then
- * those of the next. */
+/* The address of a tensor's chunks, in the order in which they are worked on: all sequences of some tokens, then those
+ * of the next tokens. `sequence`: bytes to the next sequence. `back`: bytes from the last sequence to the first one of
+ * the next tokens. */
 struct ChunkAddress {
-    uint64_t at, sequence, back; /* sequence, back: from a sequence to the next; from the last to the next tokens */
+    uint64_t at, sequence, back;
 
     template <typename T>
     DEVICE ChunkAddress(const T *tensor, const Strides &stride, int64_t b, int64_t n, int64_t h, int sequences,

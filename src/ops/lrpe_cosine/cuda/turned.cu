@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Backward of lrpe_cosine with a gradient whose features are not adjacent, but whose heads, tokens or
- * sequences are (`staged` takes adjacent heads as they are, unless f is a softmax): slices of dy are turned
- * into the workspace, and another variant takes it from there. Slices are small enough to stay in L2 in
- * between, unless dtheta sums over all of them.
+ * Backward of lrpe_cosine with a large dy whose features are not adjacent, but whose heads, tokens or sequences
+ * are. (`staged` takes adjacent heads as they are, unless f is a softmax.) dy is cut into slices of sequences. Each
+ * slice is copied into the workspace with adjacent features (turned), and another variant computes it from there.
+ * Slices are small enough to stay in L2 in between. But if dtheta is wanted, which is a sum over all sequences, there
+ * is only one slice.
  */
 #include "cuda/elementwise.cuh"
 #include "ops/lrpe_cosine/cuda/problem.cuh"
@@ -18,7 +19,7 @@ namespace {
 
 /* Measured: docs/perf/lrpe_cosine.md. */
 constexpr int64_t LEAST_BYTES = 8 << 20, SLICE_BYTES = 32 << 20; /* of dy; of a slice of it */
-constexpr int64_t LEAST_SIDE = 32, LEAST_SEQUENCES = 2;          /* of what is turned */
+constexpr int64_t LEAST_SIDE = 32, LEAST_SEQUENCES = 2;          /* elements along both dimensions that are swapped */
 
 const lrpe_cosine_call &typed(const struct rafter_call *call) {
     return *reinterpret_cast<const lrpe_cosine_call *>(call);
@@ -27,7 +28,7 @@ const lrpe_cosine_call &typed(const struct rafter_call *call) {
 /* How a call is cut into slices of sequences. */
 struct Slices {
     const lrpe_cosine_call &call;
-    int64_t count, each; /* sequences: in all; of a slice */
+    int64_t count, each; /* sequences in all; sequences per slice */
 
     explicit Slices(const lrpe_cosine_call &of) : call(of), count(of.dy.shape[0]), each(count) {
         if (!call.dtheta.data)
@@ -39,6 +40,7 @@ struct Slices {
     size_t copy_bytes() const {
         return static_cast<size_t>(round_up(bytes_of(each), int64_t(256)));
     }
+    /* The given sequences of a view. */
     static rafter_view part(rafter_view view, int64_t first, int64_t sequences) {
         if (!view.data)
             return view;
@@ -56,7 +58,7 @@ struct Slices {
         slice.positions = part(call.positions, first, sequences);
         return slice;
     }
-    /* dy as a compact tensor at `memory`. */
+    /* The view of a copy of dy, without gaps, at `memory`. */
     static rafter_view turned(rafter_view dy, char *memory) {
         dy.data = memory;
         for (int64_t d = dy.ndim - 1, step = 1; d >= 0; step *= dy.shape[d--])
@@ -65,8 +67,8 @@ struct Slices {
     }
 };
 
-/* The variant that takes the slices; NULL: none. Which one it is does not depend on the address of
- * the workspace, which is aligned. */
+/* The variant that computes the slices; NULL: none does. It is the same for any address of the workspace, because that
+ * is aligned. */
 const struct rafter_variant_functions *taker(const rafter_context *context, const lrpe_cosine_call &slice) {
     for (const auto *functions :
          {&rafter_cuda_lrpe_cosine_staged, &rafter_cuda_lrpe_cosine_rotate, &rafter_cuda_lrpe_cosine_feature_softmax,
@@ -76,7 +78,7 @@ const struct rafter_variant_functions *taker(const rafter_context *context, cons
     return NULL;
 }
 
-/* A slice for questions before there is a workspace. */
+/* A slice with a made-up aligned address of the turned dy, to ask variants before there is a workspace. */
 lrpe_cosine_call example(const Slices &slices, int64_t sequences) {
     lrpe_cosine_call slice = slices.slice(0, sequences);
     slice.dy = Slices::turned(slice.dy, reinterpret_cast<char *>(uintptr_t(256)));
@@ -107,7 +109,7 @@ const char *why_not(const rafter_context *context, const struct rafter_call *com
 
 size_t plan(const rafter_context *context, const struct rafter_call *common, void *) {
     const Slices slices(typed(common));
-    size_t most = 0; /* of whole slices and of the last one */
+    size_t most = 0; /* workspace that a slice takes: the larger of a whole one and the last one */
     for (int64_t sequences : {slices.each, slices.count % slices.each})
         if (sequences > 0) {
             const lrpe_cosine_call slice = example(slices, sequences);
