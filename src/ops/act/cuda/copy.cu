@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* `none`, if input and output have the same layout without gaps: one cudaMemcpyAsync. */
+/* `none`, if input and output have the same layout, without gaps: one cudaMemcpyAsync. */
 #include "ops/act/cuda/problem.cuh"
 
 namespace {

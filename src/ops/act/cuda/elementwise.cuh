@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The arithmetic that both elementwise variants share. */
+/* What elementwise_flat and elementwise_strided share: kernel arguments and the arithmetic on packs. */
 #ifndef RAFTER_ACT_CUDA_ELEMENTWISE_CUH
 #define RAFTER_ACT_CUDA_ELEMENTWISE_CUH
 

@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * relu, sigmoid and silu of tensors with the same layout, without gaps: a pack of 16 bytes per thread. All are
- * equally aligned; but x of 16 bits (of relu and sigmoid backward: y) may lie anywhere.
+ * relu (without a mask), sigmoid and silu of tensors with the same layout, without gaps. A thread takes one pack of 16
+ * bytes that is aligned in the output. The other tensors must have the same offset from a multiple of 16 bytes; only a
+ * 16-bit x (in the backward of relu and sigmoid: y) may begin anywhere.
  */
 #include "cuda/pack_anywhere.cuh"
 #include "ops/act/cuda/elementwise.cuh"
 
 namespace {
 
-/* `packs` packs from element `head` on, and `edges` single elements before and after them. 64-bit
- * parts of addresses are the same for the whole block, so that a thread adds only 32 bits.
- * SHIFTED: packs of the input begin `shift` bytes after an aligned address; they and the aligned packs that they
- * overlap are inside of the tensor. */
+/* `packs` packs from element `head` on, and `edges` single elements before and after them. The
+ * 64-bit parts of addresses are the same for the whole block, so that a thread adds only 32 bits.
+ * SHIFTED: packs of the input begin `shift` bytes after an aligned address. The two aligned packs that each of them
+ * overlaps lie inside the tensor. */
 template <rafter_act_kind KIND, bool FORWARD, bool SHIFTED, typename T>
 __global__ void __launch_bounds__(THREADS)
     elementwise_flat(const ElementwiseArgs<T> args, int head, int64_t packs, int edges, int shift) {
@@ -50,7 +51,7 @@ template <typename T, bool FORWARD, bool SHIFTED> auto kernel_of(rafter_act_kind
                                         : elementwise_flat<RAFTER_ACT_SILU, FORWARD, SHIFTED, T>;
 }
 
-/* Bytes from the last aligned address. */
+/* Bytes from the last multiple of 16 to `p`. */
 int past_aligned(const void *p) {
     return static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16);
 }
@@ -77,7 +78,7 @@ struct ElementwiseFlat {
         return 0;
     }
 
-    /* Whether the packs of the input and of the output do not coincide. */
+    /* Whether input and output have different offsets from a multiple of 16 bytes. */
     static bool is_shifted(const Call &call) {
         return past_aligned(call.in.data) != past_aligned(call.out.data);
     }
@@ -89,7 +90,7 @@ struct ElementwiseFlat {
         /* Elements before the first aligned address. */
         int64_t head = (16 - past_aligned(call.out.data)) % 16 / static_cast<int>(sizeof(T));
         int shift = 0;
-        if (SHIFTED) { /* the first pack begins in the first aligned pack of the tensor, or later */
+        if (SHIFTED) { /* the aligned pack in which the first pack begins must not begin before the tensor */
             shift = past_aligned(in + head);
             head += head * static_cast<int>(sizeof(T)) < shift ? WIDE<T> : 0;
         }

@@ -5,7 +5,8 @@
 
 namespace {
 
-/* Forward, and backward of `none`: INPUTS is 1. */
+/* An operation of cuda/elementwise.cuh. One input: forward, and backward of `none`. Two inputs: backward, from x (or y)
+ * and dy. */
 struct Activate {
     rafter_act_kind kind;
 
@@ -20,7 +21,7 @@ struct Activate {
     }
 };
 
-/* Backward with a gradient of one number. */
+/* Backward if all elements of dy are one number in memory. */
 template <typename T> struct ActivateOne {
     rafter_act_kind kind;
     const T *dy;
@@ -29,7 +30,7 @@ template <typename T> struct ActivateOne {
         return true;
     }
     template <int N> DEVICE Pack<T, N> of(const Pack<T, N> (&in)[1]) const {
-        Pack<T, N> same; /* loaded here: before the first loads of `in`, it would delay them */
+        Pack<T, N> same; /* loaded here, not in start(): there it would delay the first loads of `in` */
 #pragma unroll
         for (int j = 0; j < N; j++)
             same.v[j] = *dy;
@@ -62,7 +63,7 @@ struct ElementwiseStrided {
         const bool one_input = is_forward(call) || call.kind == RAFTER_ACT_NONE;
         const ElementwiseViews views(call);
         const elementwise::Views<1> in_out = {{views.view[OUT], views.view[IN]}};
-        /* In small tensors of aligned packs, to load the number beside every pack is faster. */
+        /* Small tensors of aligned packs are faster with dy as a second input. */
         const bool small = call.out.numel * rafter_dtype_bytes(call.out.dtype) < 4 << 20;
         const bool one_number = !one_input && is_one_number(call.dy) && !(small && in_out.has_packs());
         for_dtype(call.out.dtype, [&](auto zero) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the CUDA variants of act share: the tensors of a call, dimensions reordered and merged. */
+/* What the CUDA variants of act share: the tensors of a call, with dimensions reordered and merged. */
 #ifndef RAFTER_ACT_CUDA_PROBLEM_CUH
 #define RAFTER_ACT_CUDA_PROBLEM_CUH
 
@@ -13,7 +13,7 @@ namespace {
 
 enum { IN, DY, OUT, TENSORS }; /* the tensors of a call; the order of a Walk's offsets */
 
-constexpr int THREADS = 128; /* per block, a pack of 16 bytes each: docs/perf/README.md */
+constexpr int THREADS = 128; /* per block; each thread takes a pack of 16 bytes: docs/perf/README.md */
 
 /* Backward of `none`, and of relu with a mask, has no `in`: IN is dy then. */
 const rafter_view &input_of(const act_call &call) {
@@ -34,13 +34,13 @@ bool is_softmax(const act_call &call) {
     return call.kind == RAFTER_ACT_SOFTMAX;
 }
 
-/* The views of a call, whose dimensions are then reordered and merged in all of them alike. */
+/* The views of a call's tensors. Derived structs reorder and merge dimensions, in all views alike. */
 struct Views {
     rafter_view view[TENSORS];
     const rafter_view *pointer[TENSORS]; /* NULL: the call has no such tensor */
     rafter_view *used[TENSORS];          /* the tensors that the call has */
     int count;
-    const rafter_view *expanded; /* one of them that is read as a number, whose layout does not matter; or NULL */
+    const rafter_view *expanded; /* a dy that is read as one number per line, so its layout does not matter; or NULL */
 
     explicit Views(const act_call &call) : count(0), expanded(NULL) {
         view[IN] = input_of(call);
@@ -85,7 +85,7 @@ struct ElementwiseViews : Views {
     }
 };
 
-/* Softmax: bytes that a call moves, and what counts as small and as large: docs/perf/act.md. */
+/* Softmax: the bytes that a call moves, and which calls count as small and as large: docs/perf/act.md. */
 int64_t bytes_moved(const act_call &call) {
     return call.out.numel * rafter_dtype_bytes(call.out.dtype) * (is_forward(call) ? 2 : 3);
 }
@@ -96,8 +96,8 @@ bool is_large(const act_call &call) {
     return bytes_moved(call) >= int64_t(256) << 20;
 }
 
-/* Batch-invariant softmax: packs per thread and input, and threads, that hold a row in the
- * registers of a block. Longer rows of aligned packs take softmax_slabs. */
+/* Batch-invariant softmax: a block of KEPT_THREADS threads with KEPT_PACKS packs of each input per
+ * thread keeps a row in registers. Longer rows of aligned packs take softmax_slabs. */
 template <bool FORWARD> constexpr int KEPT_PACKS = FORWARD ? 4 : 2;
 constexpr int KEPT_THREADS = 512;
 
@@ -110,7 +110,7 @@ bool dim_is_contiguous(const act_call &call) {
     return all;
 }
 
-/* Of lines that softmax_chunks takes, in elements. */
+/* The longest line that softmax_chunks takes, in elements. */
 constexpr int MOST_CHUNKED_LENGTH = 512;
 
 /* Softmax: the tensors as [outer ..., dim] if dim is contiguous, else as [outer ..., dim, columns].

@@ -31,7 +31,7 @@ DEVICE void relu_byte(const T *in, uint8_t *byte, T *out, int64_t count, F at) {
         *byte = (uint8_t)bits;
 }
 
-/* Contiguous tensors. ALIGNED: both, to 16 bytes. */
+/* Contiguous tensors. ALIGNED: both begin at multiples of 16 bytes. */
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ void __launch_bounds__(THREADS) relu_contiguous(const T *in, uint8_t *mask, T *out, int64_t n) {
     wait_for_inputs();
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(THREADS) relu_contiguous(const T *in, uint8_t 
                               [&](int i, int64_t &in_at, int64_t &out_at) { in_at = out_at = bytes * 8 + i; });
 }
 
-/* Any strides. */
+/* Tensors with any strides. */
 template <typename T, bool FORWARD>
 __global__ void __launch_bounds__(THREADS)
     relu_strided(const T *in, uint8_t *mask, T *out, const Walk walk, int64_t n) {
@@ -96,7 +96,7 @@ struct ReluMask {
     typedef act_call Call;
     static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
-        bool contiguous, aligned; /* aligned: all packs are */
+        bool contiguous, aligned; /* aligned: both tensors begin at multiples of 16 bytes */
         Walk walk;                /* over elements, if not contiguous */
     };
 

@@ -3,11 +3,11 @@
  * Softmax of short lines: rows, or interleaved lines ([outer, length, inner]) of short slabs.
  *
  * A block takes a chunk of whole slabs. It copies them to shared memory by aligned packs of 16
- * bytes, wherever lines begin; 1 to 32 lanes per line read the line from there, element by element,
- * into registers; the results go through shared memory to the output, again by aligned packs.
+ * bytes, wherever lines begin. 1 to 32 lanes per line read the line from there into registers,
+ * element by element. The results go through shared memory to the output, again by aligned packs.
  *
- * All elements that a block writes it has read before, and it uses no element that another block
- * writes: the output may be the input.
+ * A block reads all elements that it writes before it writes, and uses no element that another
+ * block writes: the output may be the input.
  */
 #include <float.h>
 
@@ -16,8 +16,8 @@
 namespace {
 
 constexpr int CHUNK_THREADS = 256;
-constexpr int STEPS = 16;             /* elements per lane, at most ... */
-constexpr int MORE_STEPS = 32;        /* ... and in forward of 16 bits, in a kernel of its own: it has more registers */
+constexpr int STEPS = 16;      /* elements per lane, at most ... */
+constexpr int MORE_STEPS = 32; /* ... and in the forward of 16-bit types: another kernel, which takes more registers */
 constexpr int CHUNK_BYTES = 16 << 10; /* of a tensor in shared memory, at most */
 
 struct ChunkPlan {
@@ -30,8 +30,8 @@ struct ChunkPlan {
     int slots;         /* packs per slab of a tensor with gaps between slabs, at most */
     int bytes;         /* of one tensor's chunk in shared memory */
     Divisor by_inner, by_slots, by_elements;
-    /* Elements from a slab to the next, if gaps are small and are copied too; 0: each slab is copied by
-     * itself. Those of the output have no gaps, or 0. */
+    /* Elements from one slab to the next, if a chunk is copied as one span, with the small gaps between
+     * slabs; 0: each slab is copied by itself. For the output: only if there are no gaps, else 0. */
     int pitch[TENSORS];
     bool expanded; /* dy is one number per slab */
 };
@@ -44,7 +44,7 @@ template <typename T> struct ChunkArgs {
     ChunkPlan plan;
 };
 
-/* Copies the aligned pack at `from` to shared memory; of one that reaches out of [low, high) only
+/* Copies the aligned pack at `from` to shared memory. If it reaches outside [low, high), copies only
  * the elements inside. */
 template <typename T> DEVICE void copy_pack(Pack<T, WIDE<T>> *to, const T *from, const T *low, const T *high) {
     constexpr int N = WIDE<T>;
@@ -64,13 +64,13 @@ template <typename T> struct ChunkInput {
     T *memory;
     const T *tensor;
     const Walk *outer;
-    int64_t first; /* slab */
-    int which, shift;
-    int close; /* the plan's pitch */
-    int pitch; /* in shared memory */
+    int64_t first;    /* slab of the chunk */
+    int which, shift; /* IN or DY; if the chunk is one span, the offset of its first element in its pack */
+    int close;        /* the plan's pitch of this input */
+    int pitch;        /* elements from slab to slab in shared memory */
 
-    /* Starts to copy `slabs` slabs. Packs at the ends of the chunk reach into other chunks, but
-     * never out of the tensor's memory. */
+    /* Starts to copy `slabs` slabs. Packs at the ends of the chunk may reach into other chunks, but
+     * never outside the tensor. */
     DEVICE void fill(const ChunkPlan &plan, int slabs, const T *end) {
         int64_t at[3];
         if (close > 0) {
@@ -97,7 +97,7 @@ template <typename T> struct ChunkInput {
             }
         }
     }
-    /* The first element of a slab. */
+    /* The first element of the chunk's slab i, in shared memory. */
     DEVICE T *slab(int i) const {
         int own = shift;
         if (close == 0) {
@@ -109,8 +109,8 @@ template <typename T> struct ChunkInput {
     }
 };
 
-/* The lines of a chunk, STEPS elements per lane. All of a lane's elements are read before the first
- * is used. Lanes past the end of a line read what follows it, and ignore it. */
+/* Computes the lines of a chunk, STEPS elements per lane. A lane reads all of its elements before it
+ * uses the first. Lanes past the end of a line read what follows the line, and ignore it. */
 template <typename T, bool FORWARD, int STEPS>
 DEVICE void softmax_of_lines(const ChunkArgs<T> &a, const ChunkInput<T> &in, const ChunkInput<T> &dy, T *results,
                              int lines) {
@@ -179,7 +179,7 @@ template <int MOST, class F> DEVICE void with_steps(int steps, F f) {
     f(std::integral_constant<int, MOST>());
 }
 
-/* Up to MOST elements per lane. */
+/* A block per chunk, with up to MOST elements of a line per lane. */
 template <typename T, bool FORWARD, int MOST>
 __global__ void __launch_bounds__(CHUNK_THREADS, FORWARD ? 5 : 4)
     softmax_chunk(const __grid_constant__ ChunkArgs<T> a) {
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(CHUNK_THREADS, FORWARD ? 5 : 4)
 
 struct Chunks {
     typedef act_call Call;
-    static constexpr bool BATCH_INVARIANT = true; /* rows: lanes by their length alone */
+    static constexpr bool BATCH_INVARIANT = true; /* of rows: the number of lanes depends on their length alone */
     struct Plan {
         Walk outer;
         ChunkPlan chunk;
@@ -267,8 +267,8 @@ struct Chunks {
         return static_cast<int>(pitch >= elements && pitch <= most ? pitch : 0);
     }
 
-    /* How many words of one bank of shared memory a warp reads at a time, at most. `pitch`: from a slab to the
-     * next. */
+    /* The worst bank conflict when each lane of a warp reads an element: how many words of one bank of shared
+     * memory that takes. `pitch`: elements from one slab to the next. */
     static int most_in_a_bank(const ChunkPlan &chunk, int bytes, int pitch) {
         int count[WARP] = {}, last[WARP], most = 0;
         for (int t = 0; t < WARP; t++) {
@@ -311,7 +311,7 @@ struct Chunks {
         chunk.by_inner = Divisor(chunk.inner);
         chunk.by_slots = Divisor(chunk.slots);
         chunk.by_elements = Divisor(chunk.elements);
-        /* As many slabs as fit, but enough chunks for all multiprocessors. */
+        /* As many slabs per chunk as fit, but enough chunks for all multiprocessors. */
         const int64_t fit = max(CHUNK_BYTES / (pitch * bytes), 1),
                       share = ceil_div(chunk.slabs, int64_t(device.multiprocessors) * 4);
         chunk.per_chunk = static_cast<int>(max(min(fit, share), int64_t(1)));

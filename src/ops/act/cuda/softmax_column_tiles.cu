@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax over a strided dimension of [outer ..., length, columns] with adjacent columns, where
- * these are not aligned packs of 16 bytes, or where they are so long that the blocks of other
- * variants wait for each other. Three kernels: statistics of parts of the length, of the whole
- * length, and the results. The inputs are read twice; the last kernel begins with what the first
- * one has read last, which may still be in L2.
+ * Softmax over a strided dimension: [outer ..., length, columns] with adjacent columns. For columns
+ * that are not aligned packs of 16 bytes, or that are so long that the blocks of
+ * softmax_persistent_columns would wait for each other. Three kernels: statistics of parts of the
+ * length, statistics of the whole length, and the results. The inputs are read twice; the last
+ * kernel begins with what the first one has read last, which may still be in L2.
  *
- * A block takes a part of a tile of columns. The lanes of a warp take adjacent packs, as wide as
- * alignment allows, of one step of the length; a thread has several steps in flight.
+ * A block takes a part of the length of a tile of adjacent columns. The lanes of a warp take
+ * adjacent packs of one step of the length, as wide as alignment allows; a thread has several steps
+ * in flight.
  *
  * A thread writes only what it has read itself: the output may be the input.
  */
@@ -43,7 +44,7 @@ template <typename T> struct TileArgs {
     TilePlan plan;
 };
 
-/* The part of a tile that a block takes; of it, the steps of a thread, DOWN apart. */
+/* A thread's share of the part of a tile that its block takes: one pack of every DOWN-th step. */
 template <typename T, int N, bool FORWARD> struct TilePart {
     typedef TileShape<T, N, FORWARD> Shape;
     static constexpr int AT_ONCE = Shape::AT_ONCE;
@@ -104,7 +105,7 @@ template <typename T, int N, bool FORWARD> struct TilePart {
     }
 };
 
-/* First kernel. parts: [outer][part][column]. */
+/* First kernel: the statistics of every part. parts: [outer][part][column]. */
 template <typename T, int N, bool FORWARD>
 __global__ void __launch_bounds__(TILE_THREADS, 4) tile_statistics(const __grid_constant__ TileArgs<T> a, Part *parts) {
     typedef TileShape<T, N, FORWARD> Shape;
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 4) tile_statistics(const __grid_
     }
 }
 
-/* Third kernel. totals: [outer][column]. */
+/* Third kernel: the results. (The second one is merge_parts.) totals: [outer][column]. */
 template <typename T, int N, bool FORWARD>
 __global__ void __launch_bounds__(TILE_THREADS, 4)
     tile_results(const __grid_constant__ TileArgs<T> a, const Part *totals) {
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 4)
     Part all[N];
 #pragma unroll
     for (int j = 0; j < N; j++)
-        all[j] = load_part<true>(tile.left > 0 ? total + j : totals); /* issued one after another */
+        all[j] = load_part<true>(tile.left > 0 ? total + j : totals); /* no branch: loads are in flight together */
     float max[N], sum[N], scale[N];
 #pragma unroll
     for (int j = 0; j < N; j++) {
@@ -217,8 +218,8 @@ struct ColumnTiles {
 
     static void make(const SlabViews &views, bool forward, Plan *plan) {
         const int bytes = static_cast<int>(rafter_dtype_bytes(views.view[OUT].dtype));
-        /* As many parts as give all multiprocessors several blocks, but not so short ones that
-         * their statistics count, unless blocks would be too few. */
+        /* Enough parts to give every multiprocessor several blocks. But not so short ones that the
+         * traffic of their statistics matters, unless there would be too few blocks. */
         constexpr int64_t ENOUGH_BLOCKS = 528, PART = 512, LEAST = 64;
         TilePlan &tile = plan->tile;
         tile = {};

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Softmax over a strided dimension: panels of adjacent columns, one block per panel or many. */
+/* Softmax over a strided dimension of any length: panels of adjacent columns, one block per panel or many
+ * (cuda/panel_softmax.cuh). */
 #include "ops/act/cuda/softmax_panels.cuh"
 
 namespace {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Softmax of rows whose elements go to threads by their index (cuda/indexed_rows.cuh), in any layout. */
+/* What softmax_invariant, softmax_over_ranks, softmax_reread_columns and softmax_staged_rows share: rows in any layout,
+ * whose elements go to threads by their index (cuda/indexed_rows.cuh). */
 #ifndef RAFTER_ACT_CUDA_SOFTMAX_INDEXED_CUH
 #define RAFTER_ACT_CUDA_SOFTMAX_INDEXED_CUH
 
@@ -17,7 +18,7 @@ template <typename T> struct IndexedArgs {
     RowTeam team;
 };
 
-/* From a plan with walk, n, step and team. */
+/* The arguments from a plan that has the members walk, n, step and team. */
 template <typename T, class Plan> IndexedArgs<T> indexed_args(const act_call &call, const Plan &plan, int64_t rows) {
     return {reinterpret_cast<const T *>(call.in.data),
             reinterpret_cast<const T *>(call.dy.data),
@@ -74,8 +75,8 @@ DEVICE float sum_team(const RowTeam &team, float sum) {
     return warp_sum(lane < team.threads / WARP ? warp_sums[lane] : 0.0f);
 }
 
-/* Of a row. Forward: the maximum and the sum of exponentials. Backward: the sum of y dy, in `sum`. Every
- * thread of the row gets them. */
+/* The statistics of a row. Forward: the maximum and the sum of exponentials. Backward: the sum of y dy, in
+ * `sum`. Every thread of the row gets them. */
 template <bool FORWARD, typename T, bool ALIGNED>
 DEVICE RowStats statistics_of(const RowTeam &team, const IndexedRow<T, ALIGNED> &in, const IndexedRow<T, ALIGNED> &dy) {
     if constexpr (FORWARD)
@@ -91,7 +92,7 @@ template <typename T, bool FORWARD> DEVICE ElementOf<T, FORWARD> element_from(Ro
     return {pivot_at(s.max), s.max == INFINITY ? NAN : 1.0f / s.sum, 0.0f};
 }
 
-/* Every element is read and written by the same thread: the output may be an input. */
+/* Writes the results of a row. A thread writes only elements that it reads: the output may be an input. */
 template <typename T, bool FORWARD, bool ALIGNED>
 DEVICE void write_row(const RowTeam &team, const ElementOf<T, FORWARD> &element_of, const IndexedRow<T, ALIGNED> &in,
                       const IndexedRow<T, ALIGNED> &dy, T *out, int64_t out_step) {

@@ -1,21 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax of large slabs: interleaved lines ([outer, length, inner]) that no cluster holds
- * (softmax_pieces.cuh). A block takes several pieces of a part in turn, and loads one while it
- * works on another. The inputs are read twice, in one of two ways.
+ * Softmax of large slabs: interleaved lines ([outer, length, inner]) that do not fit into the shared
+ * memory of a cluster. A slab is cut into parts, one per block. A block takes the pieces
+ * (softmax_pieces.cuh) of its part in turn, and loads the next one while it works on the current
+ * one. The inputs are read twice, in one of two ways.
  *
- * Three kernels: statistics of every part of a slab, the statistics of whole slabs, and the
+ * Three kernels: the statistics of every part of a slab, the statistics of whole slabs, and the
  * results. If the parts of a slab have few statistics, every block of the last kernel merges them
  * for itself, and there is no second kernel. The last kernel begins with what the first one has
  * read last, which may still be in L2.
  *
  * Two phases in one grid, if the tensor is larger than L2, slabs are not, and their parts have few
- * statistics. Blocks of both phases alternate, those of the results `delay` blocks behind those of
- * the statistics: far enough that the statistics of their slab are ready, near enough that the slab
- * is still in L2. A block waits only for blocks with lower numbers, which have started before it.
+ * statistics. Blocks of both phases alternate. Those of the results are `delay` blocks behind those
+ * of the statistics: far enough that the statistics of their slab are ready, near enough that the
+ * slab is still in L2. A block waits only for blocks with lower numbers, which have started before
+ * it.
  *
- * All elements that a block writes it has read before, and no other block needs them later: the
- * output may be the input.
+ * A block reads all elements that it writes before it writes, and no other block needs them later:
+ * the output may be the input.
  */
 #include "ops/act/cuda/softmax_pieces.cuh"
 
@@ -23,18 +25,18 @@ namespace {
 
 /* ---- kernels ---------------------------------------------------------------------------------- */
 
-constexpr int STAGES = 2, PIECE_PACKS = 1024; /* of all inputs of a piece */
-/* Bytes of a slab, of one input or of two, and of all inputs of a small tensor: smaller ones are
- * faster in clusters. docs/perf/act.md */
+constexpr int STAGES = 2, PIECE_PACKS = 1024; /* pieces in shared memory; packs of all inputs of a piece */
+/* The least bytes of a slab's inputs: of one input, of two, of small tensors. Smaller slabs are faster
+ * in clusters (softmax_slabs): docs/perf/act.md. */
 constexpr int64_t LEAST_BYTES = 850 << 10, LEAST_OF_TWO = 3 << 19, LEAST_OF_SMALL = 1 << 20;
-constexpr int MOST_PIECES = 16;
-/* Phases: pieces of a block; bytes of all inputs, at least; of those of a slab, at most; and that
- * are read between the last statistics of a slab and its first results. */
+constexpr int MOST_PIECES = 16; /* of a part */
+/* Two phases: pieces of a part; the least bytes of all inputs; the most bytes of a slab's inputs; and
+ * the bytes that are read between the last statistics of a slab and its first results. */
 constexpr int PHASE_PIECES = 3;
 constexpr int64_t PHASES_BYTES = 32 << 20, MOST_PHASE_BYTES = 8 << 20, BEHIND_BYTES = 8 << 20;
 
-/* The pieces of a block, counted from the first one of the slab. In the plan, `blocks` counts
- * parts. */
+/* The pieces [begin, end) of a block's part, numbered from the first one of the slab. `each`: pieces
+ * of a part. SlabPlan::blocks is the number of parts of a slab. */
 struct Pieces {
     int64_t slab;
     int part, begin, end;
@@ -48,12 +50,12 @@ struct Pieces {
     }
 };
 
-/* Where a stage of a block's pieces is in shared memory. */
+/* Where piece i is in shared memory. */
 template <bool FORWARD> DEVICE char *stage_of(const SlabPlan &plan, char *stages, int i) {
     return stages + i % STAGES * plan.stage_bytes(FORWARD);
 }
 
-/* The statistics of a block's pieces, to `own`: [line]. All threads call this. */
+/* Computes the statistics of a block's part, to `own`: [line]. All threads call this. */
 template <Hint HINT, typename T, bool FORWARD, bool ALIGNED>
 DEVICE void add_pieces(const SlabArgs<T> &a, const Pieces &pieces, char *memory, int column_bytes, Part *own) {
     const SlabPlan &plan = a.plan;
@@ -76,8 +78,8 @@ DEVICE void add_pieces(const SlabArgs<T> &a, const Pieces &pieces, char *memory,
     merge_columns<T, FORWARD, ALIGNED>(first, mine, plan, ColumnMemory(memory), own);
 }
 
-/* The results of a block's pieces. total(): waits for the statistics of the slab; [line]. All
- * threads call this. */
+/* Writes the results of a block's part. total() waits for the statistics of the slab and returns them:
+ * [line]. All threads call this. */
 template <Hint HINT, typename T, bool FORWARD, bool ALIGNED, class Total>
 DEVICE void write_pieces(const SlabArgs<T> &a, const Pieces &pieces, char *stages, Total total) {
     const SlabPlan &plan = a.plan;
@@ -97,9 +99,9 @@ DEVICE void write_pieces(const SlabArgs<T> &a, const Pieces &pieces, char *stage
     }
 }
 
-/* The statistics of all lines of one slab from those of its parts, in global memory. SAME_KERNEL:
- * this kernel has written them; else L1 may serve the blocks of a multiprocessor, which all read the
- * same. All threads call this. */
+/* Merges the statistics of a slab's parts, which are in global memory, to `totals`: [line].
+ * SAME_KERNEL: this kernel has written them, so they are read from L2. Else L1 may serve them: all
+ * blocks of a multiprocessor read the same ones. All threads call this. */
 template <bool FORWARD, bool SAME_KERNEL>
 DEVICE void merge_slab(const SlabPlan &plan, const Part *parts, Part *totals) {
     const int thread = threadIdx.x, threads = blockDim.x, lane = thread % plan.lanes;
@@ -114,7 +116,7 @@ DEVICE void merge_slab(const SlabPlan &plan, const Part *parts, Part *totals) {
     __syncthreads();
 }
 
-/* First kernel. parts: [slab][part][line]. `each`: pieces of a block. */
+/* First kernel: the statistics of every part. parts: [slab][part][line]. `each`: pieces of a part. */
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ void __launch_bounds__(MOST_THREADS, 2)
     slab_statistics(const __grid_constant__ SlabArgs<T> a, int each, int column_bytes, Part *parts) {
@@ -126,15 +128,15 @@ __global__ void __launch_bounds__(MOST_THREADS, 2)
                                              parts + (int64_t)blockIdx.x * a.plan.inner);
 }
 
-/* Third kernel. total_bytes: for the statistics of whole lines in shared memory; 0: the second
- * kernel has written them to `totals`. */
+/* Third kernel: the results. total_bytes: shared memory for the statistics of whole lines; 0: the
+ * second kernel has written them to `totals`. */
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ void __launch_bounds__(MOST_THREADS, 2)
     slab_results(const __grid_constant__ SlabArgs<T> a, int each, int total_bytes, const Part *parts,
                  const Part *totals) {
     DYNAMIC_SHARED(uint4, results_memory);
     const SlabPlan &plan = a.plan;
-    const Pieces pieces(plan, each, gridDim.x - 1 - blockIdx.x); /* in the reverse order of the first kernel */
+    const Pieces pieces(plan, each, gridDim.x - 1 - blockIdx.x); /* the reverse order of the first kernel */
     write_pieces<NO_HINT, T, FORWARD, ALIGNED>(
         a, pieces, reinterpret_cast<char *>(results_memory) + total_bytes, [&]() -> const Part * {
             wait_for_previous_kernel();
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 2)
 }
 
 /* Both phases in one grid: `delay` blocks of the first, then blocks of both alternately, then the
- * rest of the second. arrived: [slab], parts whose statistics have been written. */
+ * rest of the second. arrived: [slab], the number of parts whose statistics have been written. */
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ void __launch_bounds__(SLAB_THREADS, 4)
     slab_phases(const __grid_constant__ SlabArgs<T> a, int each, int column_bytes, unsigned delay, Part *parts,
@@ -190,8 +192,8 @@ int64_t greatest_common_divisor(int64_t a, int64_t b) {
     return a;
 }
 
-/* The plan of `views` but for blocks and items. False if no block has as many threads as
- * interleaved lines take. */
+/* Fills the plan, except for blocks, items and input_bytes. False if no block has so many threads that
+ * their packs are a multiple of `inner` elements. */
 bool plan_slabs(const SlabViews &views, bool forward, SlabPlan *plan) {
     const int bytes = static_cast<int>(rafter_dtype_bytes(views.view[OUT].dtype));
     const int64_t inner = views.inner(), unit = inner / greatest_common_divisor(inner, 16 / bytes);
@@ -241,16 +243,16 @@ struct LargeSlabs {
     typedef act_call Call;
     struct Plan {
         SlabPlan slab;
-        int each;       /* pieces of a block */
-        bool fused;     /* blocks of the last kernel merge parts */
-        unsigned delay; /* of the second phase, in blocks; 0: there are no phases */
+        int each;       /* pieces of a part */
+        bool fused;     /* every block of the last kernel merges the parts of its slab: no second kernel */
+        unsigned delay; /* blocks from a part's statistics to its results; 0: three kernels, no phases */
     };
-    /* Blocks of a kernel that run at the same time: as many pieces per block as that takes. */
+    /* Blocks that run at the same time on an H200. Parts have enough pieces that there are no more blocks. */
     static int blocks_at_once(const SlabPlan &slab) {
         return 132 * (slab.threads > SLAB_THREADS ? 2 : 4);
     }
 
-    /* Cuts slabs of `pieces` pieces into parts of at most `most`. */
+    /* Cuts slabs of `pieces` pieces into parts of at most `most` pieces. */
     static void cut_into(int64_t pieces, int64_t most, Plan *plan) {
         SlabPlan &slab = plan->slab;
         const int64_t blocks = ceil_div(pieces, most), each = ceil_div(pieces, blocks);
@@ -259,6 +261,7 @@ struct LargeSlabs {
         plan->fused =
             slab.blocks * (int64_t)sizeof(Part) * slab.inner <= max(int64_t(16) << 10, each * PIECE_PACKS * 16 / 8);
     }
+    /* Fills the plan. False if the kernels cannot take such slabs. */
     static bool cut(const SlabViews &views, bool forward, Plan *plan) {
         SlabPlan &slab = plan->slab;
         if (!plan_slabs(views, forward, &slab))

@@ -2,9 +2,10 @@
 /*
  * Softmax: how the tensors of a call lie in memory.
  *
- * The views are [outer ..., length, inner]: `length` is the reduced dimension, `inner` the adjacent
- * lines that lie interleaved (1 if the reduced dimension is the last in memory). Where length and
- * inner have no gaps, what belongs to one outer index is one span of memory: a slab.
+ * The views are [outer ..., length, inner]. `length` is the reduced dimension. `inner` is the number
+ * of interleaved lines: adjacent elements belong to adjacent lines (1 if the reduced dimension is
+ * the innermost in memory). If length and inner have no gaps, the elements of one outer index are
+ * one span of memory: a slab.
  *
  * Kernels want all tensors in the order of the output's memory. An input in another order
  * (transposed) is first copied into the output, which the kernel then takes as that input, in
@@ -20,7 +21,8 @@ void act_copy_in_order(rafter_context *context, rafter_view from, rafter_view to
 
 namespace {
 
-/* The views as [outer ..., length, inner], `inner` of size 1 if nothing lies inside. */
+/* The views as [outer ..., length, inner]; `inner` has size 1 if the reduced dimension is the
+ * innermost in memory. */
 struct SlabViews : Views {
     explicit SlabViews(const act_call &call) : Views(call) {
         if (ndim() == 0) /* a scalar is a row of one element */
@@ -57,7 +59,7 @@ struct SlabViews : Views {
         const int64_t *const stride = view[t].stride + dim();
         return (length() == 1 || stride[0] == inner()) && (inner() == 1 || stride[1] == 1);
     }
-    /* One number for all elements of a slab: an expanded gradient. */
+    /* Whether all elements of a slab are one number in memory: an expanded gradient. */
     bool is_expanded(int t) const {
         const int64_t *const stride = view[t].stride + dim();
         return (length() == 1 || stride[0] == 0) && (inner() == 1 || stride[1] == 0);
@@ -80,7 +82,7 @@ struct SlabViews : Views {
         }
         return 1;
     }
-    /* Whether all slabs, but for an expanded dy, are whole and aligned packs. */
+    /* Whether all slabs consist of whole, aligned packs. An expanded dy does not count. */
     bool slabs_are_packs() const {
         const int64_t bytes = rafter_dtype_bytes(view[OUT].dtype);
         bool all = elements() * bytes % 16 == 0;
@@ -100,15 +102,15 @@ struct SlabViews : Views {
     }
 };
 
-/* Whether columns are so long that persistent blocks hold less than two panels at a time, and wait;
- * and wide enough for tiles, which are 512 bytes wide. */
+/* Whether columns are so long that persistent blocks would hold fewer than two panels at a time and
+ * wait for each other; and wide enough for softmax_column_tiles, whose tiles are 512 bytes wide. */
 inline bool is_long(const act_call &call, const SlabViews &views) {
     const int inputs = is_forward(call) || views.is_expanded(DY) ? 1 : 2;
     return views.length() * inputs > 65536 && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 1024;
 }
 
-/* Whether one input of few and narrow columns is too little for persistent blocks, which wait for
- * each other. */
+/* Whether a call has one input and so few, narrow slabs that softmax_large_slabs is faster than
+ * persistent blocks, which wait for each other. */
 inline bool is_narrow(const act_call &call, const SlabViews &views) {
     const int64_t bytes = rafter_dtype_bytes(call.out.dtype);
     return views.all_slabs() && (is_forward(call) || views.is_expanded(DY)) && views.inner() * bytes <= 256 &&
@@ -117,11 +119,12 @@ inline bool is_narrow(const act_call &call, const SlabViews &views) {
 
 /* ---- inputs in another order than the output ------------------------------------------------- */
 
-/* A call whose inputs are in the order of the output's memory, and the copy that this takes. */
+/* A call changed so that its inputs are in the order of the output's memory, and the copy that this
+ * takes. */
 struct OrderedCall {
     act_call call;
-    const rafter_view *copied; /* of the original call: to be copied into the output; NULL: nothing */
-    bool expanded;             /* dy is one number per outer index, and is read as that */
+    const rafter_view *copied; /* input of the original call that must be copied into the output first; NULL: none */
+    bool expanded;             /* dy is one number per outer index, and the kernel reads it so */
 
     /* `original` must outlive this. `takes_expanded`: the variant reads an expanded dy as it is. */
     OrderedCall(const act_call &original, bool takes_expanded) : call(original), copied(NULL), expanded(false) {

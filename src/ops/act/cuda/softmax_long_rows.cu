@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Softmax over contiguous rows of any length: one block per row, or many if the row is long. */
+/* Softmax over contiguous rows of any length: one block per row, or many if the row is long
+ * (cuda/panel_softmax.cuh). */
 #include "ops/act/cuda/softmax_panels.cuh"
 
 namespace {

@@ -2,9 +2,10 @@
 /*
  * Softmax over a dim that is spread over ranks, in any layout. One kernel computes the statistics of this
  * rank's part of every line: the maximum and the sum of exponentials, or the sum of y dy. The ranks gather
- * those of all, 8 bytes per line and rank; then each merges them, in rank order, and reads its part a
- * second time. A warp or a block per line; or, if neighbouring lines are adjacent in memory but the
- * elements of a line are not, a lane per line, and the warps of a block share the elements.
+ * the statistics of all ranks, 8 bytes per line and rank. The second kernel merges them, in rank order,
+ * reads this rank's part again and writes the results. A warp or a block takes a line; or, if the elements
+ * of a line are not adjacent but those of neighbouring lines are, a lane takes a line, and the warps of a
+ * block share its elements.
  */
 #include "ops/act/cuda/softmax_indexed.cuh"
 #include "ops/line_group.cuh"
@@ -13,7 +14,7 @@ namespace {
 
 typedef LineExchange<RowStats> Exchange;
 
-/* A row of the call: what a team of threads reads and writes. Without elements nothing is accessed. */
+/* This rank's part of a line: what a team of threads reads and writes. It may have no elements. */
 template <typename T, bool FORWARD, bool ALIGNED> struct OwnRow {
     IndexedRow<T, ALIGNED> in, dy;
     T *out;
@@ -47,7 +48,7 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void rank_statistics(const __gr
         exchange.put_hash();
 }
 
-/* The statistics of a line over all ranks; NaN if they made different calls. */
+/* The statistics of a line over all ranks. The sum is NaN if the ranks made different calls. */
 template <bool FORWARD> DEVICE RowStats over_ranks(const Exchange &exchange, int64_t line) {
     RowStats s = FORWARD ? no_elements() : RowStats{0.0f, 0.0f};
     for (int rank = 0; rank < exchange.ranks; rank++)
@@ -73,7 +74,7 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void rank_results(const __grid_
 
 constexpr int MOST_WARPS = 32, AT_ONCE = 8; /* warps of a block; elements that a lane loads at a time */
 
-/* The statistics of every `warps`-th element from `first` on. */
+/* The statistics of every `warps`-th element of a line, from `first` on. */
 template <typename T, bool FORWARD>
 DEVICE RowStats column_share(const OwnRow<T, FORWARD, false> &line, int first, int warps) {
     RowStats s = FORWARD ? no_elements() : RowStats{0.0f, 0.0f};
@@ -137,7 +138,7 @@ struct SoftmaxOverRanks {
     typedef act_call Call;
     static constexpr bool SHARES_CLASSES = true, BATCH_INVARIANT = true;
     struct Plan {
-        Walk walk; /* over lines, in the order of the call, which all ranks share */
+        Walk walk; /* over lines, in the order of the call's dimensions: the same in all ranks */
         int64_t lines, n, step[TENSORS];
         RowTeam team;
         bool aligned, columns; /* columns: a lane per line */
@@ -164,7 +165,7 @@ struct SoftmaxOverRanks {
                 plan->step[t] = views.pointer[t] ? views.view[t].stride[dim] : 1;
             plan->aligned = rows_are_aligned(views.view[IN]) && (is_forward(call) || rows_are_aligned(views.view[DY]));
             plan->columns = plan->step[IN] != 1 && dim > 0 && views.view[IN].stride[dim - 1] == 1 &&
-                            !call.common.batch_invariant; /* a single line has no neighbours */
+                            !call.common.batch_invariant; /* a line without neighbours would be summed otherwise */
         }
         plan->team = RowTeam::of(plan->n * rafter_dtype_bytes(call.out.dtype), IN_FLIGHT);
         return Exchange::workspace(plan->lines, call.group.ranks);

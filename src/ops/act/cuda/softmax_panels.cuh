@@ -8,21 +8,22 @@
 
 namespace {
 
-/* The tensors of a call, as panels. A panel is one contiguous row, and its "rows" are packs; or it
- * is `across` packs of adjacent columns. */
+/* The tensors of a call, as panels. A panel is `across` packs of adjacent columns; or one contiguous
+ * row: then a "row" of the panel is one pack of it. */
 struct PanelTensors {
     const void *in, *dy;
     void *out;
-    Walk outer;            /* over the dimensions outside panels */
-    Divisor panels_across; /* panels side by side */
-    int across;            /* packs side by side in a panel */
-    int64_t packs;         /* side by side in all */
-    int64_t pack_stride[TENSORS], row_strides[TENSORS];
+    Walk outer;                                         /* over the dimensions outside panels */
+    Divisor panels_across;                              /* panels side by side in an outer index */
+    int across;                                         /* packs side by side in a panel */
+    int64_t packs;                                      /* side by side in an outer index */
+    int64_t pack_stride[TENSORS], row_strides[TENSORS]; /* elements to the next pack side by side; to the next row */
 };
 
-/* Backward with an expanded dy has one input. */
+/* EXPANDED: backward with an expanded dy, which has one input. */
 enum Kind { FORWARDS, BACKWARDS, EXPANDED };
 
+/* The Job (cuda/panel_softmax.cuh says what its members are), with packs of N elements. */
 template <typename T_, int N_, bool COLUMNS, Kind KIND> struct Softmax : PanelTensors {
     typedef T_ T;
     static constexpr bool FORWARD = KIND == FORWARDS;
@@ -159,8 +160,8 @@ struct ColumnPanels {
         rows = views.size(dim);
         tensors.outer = walk_over(views.pointer, 0, dim);
         tensors.packs = views.size(column) / width;
-        /* 128 bytes wide: narrower panels split DRAM pages, and fewer of the wider ones fit in L2.
-         * 256 bytes if rows begin anywhere: they share a sector of 32 bytes with each neighbour. */
+        /* Panels are 128 bytes wide: narrower ones split DRAM pages, and of wider ones fewer fit in L2.
+         * If rows begin anywhere, 256 bytes: a panel shares a sector of 32 bytes with each neighbour. */
         tensors.across = power_at_least(tensors.packs, 1, wide ? 8 : 256 / (int)rafter_dtype_bytes(call.out.dtype));
         const int64_t panels_across = ceil_div(tensors.packs, int64_t(tensors.across));
         tensors.panels_across = Divisor(panels_across);
@@ -173,7 +174,7 @@ struct ColumnPanels {
     }
 };
 
-/* Calls f with the job that runs the panels. Rows take no expanded dy. */
+/* Calls f with the job that runs the panels. Contiguous rows have no job for an expanded dy. */
 template <bool COLUMNS, class F>
 auto with_job(const act_call &call, bool wide, bool expanded, const PanelTensors &tensors, F f) {
     return for_dtype(call.out.dtype, [&](auto zero) {
@@ -190,13 +191,13 @@ auto with_job(const act_call &call, bool wide, bool expanded, const PanelTensors
     });
 }
 
-/* The plan of a variant that runs panels by blocks. */
+/* The plan of a variant that uses cuda/panel_softmax.cuh. The caller fills all but `plan`. */
 template <bool COLUMNS> struct PlannedPanels {
     PanelTensors tensors;
     PanelPlan plan;
     bool wide, expanded;
 
-    /* Returns the bytes of workspace. */
+    /* Fills `plan`; returns the bytes of workspace. */
     size_t make(const rafter_cuda_state &device, const act_call &call, int64_t panels, int64_t rows) {
         return with_job<COLUMNS>(call, wide, expanded, tensors, [&](const auto &job) {
             typedef std::decay_t<decltype(job)> Job;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Statistics of parts of softmax's lines, in the kernels for slabs and column tiles. */
+/* Statistics of parts of lines, and how they are merged: for the softmax kernels of slabs and columns. */
 #ifndef RAFTER_ACT_CUDA_SOFTMAX_PART_CUH
 #define RAFTER_ACT_CUDA_SOFTMAX_PART_CUH
 
@@ -9,8 +9,8 @@
 #include "cuda/line_statistics.cuh"
 #include "cuda/vocabulary.cuh"
 
-/* Of a part of a line. Forward: the maximum and the sum of e^(x - max). Backward: the sum of y dy;
- * max is not used. The maximum starts from the lowest finite number: a line of all -inf has sum 0,
+/* Statistics of a part of a line. Forward: the maximum and the sum of e^(x - max). Backward: the sum
+ * of y dy; max is not used. The maximum starts from the lowest finite number: a line of all -inf has sum 0,
  * and its softmax is 0 / 0 = NaN, as in PyTorch. */
 struct alignas(8) Part {
     float max, sum;
@@ -26,7 +26,7 @@ template <bool FORWARD> DEVICE Part merged(Part a, Part b) {
     return {max, a.sum * exp2_fast((a.max - max) * LOG2E) + b.sum * exp2_fast((b.max - max) * LOG2E)};
 }
 
-/* The same for `a` and all of `parts`, whose exponentials do not wait for each other. */
+/* Merges `a` and all of `parts`. The exponentials do not depend on each other. */
 template <bool FORWARD, int COUNT> DEVICE Part merged(Part a, const Part (&parts)[COUNT]) {
     float max = a.max;
     if (FORWARD) {
@@ -41,7 +41,7 @@ template <bool FORWARD, int COUNT> DEVICE Part merged(Part a, const Part (&parts
     return {max, a.sum};
 }
 
-/* Over `lanes` neighbouring lanes, a power of two; all get the result. */
+/* Merges the parts of `lanes` adjacent lanes, a power of two; all of them get the result. */
 template <bool FORWARD> DEVICE Part merge_lanes(Part p, int lanes) {
     if (FORWARD) {
         float max = p.max;
@@ -53,7 +53,7 @@ template <bool FORWARD> DEVICE Part merge_lanes(Part p, int lanes) {
         p.sum += __shfl_xor_sync(~0u, p.sum, step);
     return p;
 }
-/* Of one element. */
+/* The statistics of one element. */
 template <bool FORWARD> DEVICE Part part_of(float x, float d) {
     if (!FORWARD)
         return {-FLT_MAX, x * d};
@@ -61,7 +61,8 @@ template <bool FORWARD> DEVICE Part part_of(float x, float d) {
     return {max, exp2_fast((x - max) * LOG2E)};
 }
 
-/* Adds one step of N adjacent columns to their sums. Forward: the maxima cover `x`; d is not used. */
+/* Adds one element of each of N adjacent columns to their sums. Forward: the maxima cover `x`
+ * already; d is not used. */
 template <bool FORWARD, int N>
 DEVICE void add_step(Statistics<N, FORWARD, 1> &mine, const float (&x)[N], const float (&d)[N]) {
 #pragma unroll
@@ -81,8 +82,8 @@ template <bool GLOBAL> DEVICE Part load_part(const Part *p) {
     return {both.x, both.y};
 }
 
-/* Merges every `step`-th of the parts of a line, from number `first` on. GLOBAL: they are in global
- * memory, and have been written by this kernel: they are read from L2. */
+/* Merges every `step`-th of a line's `parts` parts, from number `first` on; they are `inner` apart.
+ * GLOBAL: this kernel has written them to global memory, so they are read from L2. */
 template <bool FORWARD, bool GLOBAL = false>
 DEVICE Part merge_some(const Part *line, int first, int step, int parts, int inner) {
     Part all = no_part();
@@ -96,11 +97,12 @@ DEVICE Part merge_some(const Part *line, int first, int step, int parts, int inn
     return all;
 }
 
-/* The statistics of interleaved lines over a block. partial: [thread][element of its packs] in
- * shared memory, where the elements of a line are `inner` apart and line 0 begins at -skew modulo
- * inner. `lanes`: lanes per line, a power of two; if there are several warps per line, they take it
- * together. scratch: a Part per warp. extra(line, lane, lanes): what else belongs to a line. One
- * thread per line calls keep(line, all). All threads call this, after a barrier. */
+/* Merges the statistics of interleaved lines over a block. partial: [thread][element of its packs] in
+ * shared memory; entry i belongs to line (i + skew) % inner, and each line has `terms` entries. A
+ * line is merged by `lanes` lanes, a power of two; or by several whole warps if the block has so
+ * many. scratch: a Part per warp. extra(line, lane, lanes): the lane's share of what belongs to the
+ * line but is not in `partial`. One thread per line calls keep(line, all). All threads call this,
+ * after a barrier. */
 template <bool FORWARD, class Extra, class Keep>
 DEVICE void merge_lines(const Part *partial, int terms, int inner, int skew, int lanes, Part *scratch, Extra extra,
                         Keep keep) {
@@ -136,11 +138,12 @@ DEVICE void merge_lines(const Part *partial, int terms, int inner, int skew, int
     }
 }
 
-/* Lines and groups of parts of a block that merges. */
+/* Of a block of merge_parts: its lines, and the groups of threads that share the parts of a line. */
 constexpr int MERGED_LINES = 8, MERGE_GROUPS = 32;
 
-/* A kernel: MERGED_LINES lines of a slab per block. parts: [slab][part][line]; totals:
- * [slab][line]. */
+/* A kernel: merges the parts of every line, MERGED_LINES lines of a slab per block. A thread merges
+ * every MERGE_GROUPS-th part of a line, then a warp what these threads have. `across`: blocks per
+ * slab. parts: [slab][part][line]; totals: [slab][line]. */
 template <bool FORWARD>
 __global__ void __launch_bounds__(MERGED_LINES *MERGE_GROUPS)
     merge_parts(const Part *parts, Part *totals, int inner, int count, Divisor across) {
@@ -161,7 +164,7 @@ __global__ void __launch_bounds__(MERGED_LINES *MERGE_GROUPS)
         totals[(int64_t)slab * inner + first + own] = all;
 }
 
-/* Enqueues it. */
+/* Enqueues merge_parts. */
 template <bool FORWARD>
 void launch_merge(const rafter_context *context, const Part *parts, Part *totals, int64_t slabs, int inner, int count) {
     const int across = ceil_div(inner, MERGED_LINES);

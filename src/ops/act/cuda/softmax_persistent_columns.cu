@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Softmax over a strided dimension that is too long for one block. Persistent blocks read every
- * byte once. */
+/* Softmax over a strided dimension that is too long for one block: panels of columns that are aligned packs.
+ * Persistent blocks read every byte once (cuda/persistent_softmax.cuh). */
 #include "cuda/persistent_softmax.cuh"
 #include "ops/act/cuda/softmax_panels.cuh"
 

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Pieces of slabs of interleaved lines: [outer, length, inner], where length and inner have no
- * gaps.
+ * Pieces of slabs of interleaved lines, for softmax_large_slabs: [outer, length, inner], where length
+ * and inner have no gaps. A block loads a piece into shared memory, and then adds it to the
+ * statistics of its lines or writes its results.
  *
- * A slab may begin anywhere. It is cut into packs of 16 bytes where those of the output are
- * aligned; what is left at either end are the edges, an element per thread. Thread t takes the
- * packs t, t + threads, ... Because threads * N is a multiple of `inner`, element j of all its
- * packs belongs to the same line. An input that is aligned differently is copied to shared memory
- * by its own aligned packs, and shifted when it is read from there.
+ * A slab may begin anywhere. It is cut into packs of 16 bytes that are aligned in the output; the
+ * elements before the first and after the last pack are the edges, which take a thread each. Thread
+ * t takes the packs t, t + threads, ... Because threads * N is a multiple of `inner`, element j of
+ * all its packs belongs to the same line. An input with another alignment is copied to shared
+ * memory by its own aligned packs, and shifted when it is read from there.
  */
 #ifndef RAFTER_ACT_CUDA_SOFTMAX_PIECES_CUH
 #define RAFTER_ACT_CUDA_SOFTMAX_PIECES_CUH
@@ -19,21 +20,21 @@
 
 namespace {
 
-/* What becomes of an input in L2 after a copy: nothing is said, it is read again soon, or it is
- * not. */
+/* The L2 policy of the copies of an input: none; keep it, because it is read again soon; or evict
+ * it first, because it is not. */
 enum Hint { NO_HINT, KEEP, DROP };
 
-constexpr int SLAB_THREADS = 256, MOST_THREADS = 576; /* per block, if possible; at most */
+constexpr int SLAB_THREADS = 256, MOST_THREADS = 576; /* per block: usually; at most */
 constexpr int AT_ONCE = 4;                            /* packs that are unpacked together */
 
 struct SlabPlan {
     Walk outer;
     int64_t slabs, elements; /* elements: of a slab */
     int inner;               /* interleaved lines of a slab */
-    int threads;             /* that take packs; a block has whole warps */
+    int threads;             /* that take packs; a block has them rounded up to whole warps */
     int items;               /* packs per thread and input, at most */
     int blocks;              /* per slab */
-    int lanes;               /* that merge the statistics of one column, a power of two */
+    int lanes;               /* that merge the statistics of one line, a power of two */
     int input_bytes;         /* of a block's part of one input in shared memory */
     int element_bytes;
     bool aligned;  /* all slabs of all tensors are whole, aligned packs */
@@ -56,13 +57,13 @@ template <typename T> struct SlabArgs {
 
 /* ---- parts of slabs -------------------------------------------------------------------------- */
 
-/* One input's part of a slab in shared memory, in packs where the source's are aligned. */
+/* One input's piece of a slab in shared memory, by the aligned packs of the input. */
 template <typename T, bool ALIGNED> struct Staged {
     static constexpr int N = WIDE<T>;
 
-    /* Starts to copy the packs under `packs` packs of the output, of which the first begins at
-     * `from`. Returns how far they lie from aligned packs. A pack that reaches out of the tensor's
-     * memory is copied element by element. */
+    /* Starts to copy the input of `packs` packs of the output; the input of the first one begins at
+     * `from`. Returns the offset of `from` in its aligned pack, in elements. An aligned pack that
+     * reaches outside the tensor [begin, end) is copied element by element. */
     template <Hint HINT>
     DEVICE static int fill(char *memory, const T *from, int packs, int threads, const T *begin, const T *end) {
         Pack<T, N> *const to = reinterpret_cast<Pack<T, N> *>(memory);
@@ -89,6 +90,7 @@ template <typename T, bool ALIGNED> struct Staged {
             }
         return shift;
     }
+    /* The input of pack i of the output. `shift`: what `fill` returned. */
     DEVICE static Pack<T, N> read(const char *memory, int i, int shift) {
         const uint4 *const packs = reinterpret_cast<const uint4 *>(memory);
         uint4 pack = packs[i];
@@ -98,20 +100,21 @@ template <typename T, bool ALIGNED> struct Staged {
     }
 };
 
-/* A piece of a slab. */
+/* A piece of a slab, and what a thread has of it. */
 template <typename T, bool FORWARD, bool ALIGNED> struct SlabPiece {
     static constexpr int N = WIDE<T>;
     typedef Staged<T, ALIGNED> Input;
-    T *out;           /* the first pack of the block */
-    int packs;        /* of the block */
-    int shifts;       /* of x from aligned packs, and 16 times that of dy */
-    int head, edges;  /* elements before the first pack of the slab; and at both ends, if this block has them */
-    T *edge;          /* of the thread in the output, or NULL */
+    T *out;           /* the piece's first pack in the output */
+    int packs;        /* of the piece */
+    int shifts;       /* offsets from Staged::fill: that of x, and 16 times that of dy */
+    int head, edges;  /* elements before the first pack of the slab; and at both ends, if this piece has them */
+    T *edge;          /* the thread's edge element in the output, or NULL */
     int edge_column;  /* its line */
-    T x_edge, d_edge; /* the elements under it */
+    T x_edge, d_edge; /* the inputs of that element */
     T upstream;       /* dy, if expanded */
 
-    /* Starts to load. The caller ends the group of copies, and waits for it with all threads. */
+    /* Starts to load piece number `rank` of the slab. The caller ends the group of copies, and waits
+     * for it with all threads. */
     template <Hint HINT> DEVICE void load(const SlabArgs<T> &a, int64_t slab, unsigned rank, char *stage) {
         const SlabPlan &plan = a.plan;
         int64_t at[3];
@@ -163,7 +166,7 @@ template <typename T, bool FORWARD, bool ALIGNED> struct SlabPiece {
         return part_of<FORWARD>(to_float(x_edge), FORWARD ? 0.0f : to_float(plan.expanded ? upstream : d_edge));
     }
 
-    /* Adds the thread's packs: element j of each belongs to the same line. */
+    /* Adds the thread's packs to its statistics: element j of each pack belongs to the same line. */
     DEVICE void add_to(Statistics<N, FORWARD, 1> &mine, const SlabPlan &plan, const char *stage) const {
         for (int base = 0; base < plan.items; base += AT_ONCE) {
             Pack<T, N> x[AT_ONCE];
@@ -226,13 +229,14 @@ template <typename T, bool FORWARD, bool ALIGNED> struct SlabPiece {
 
 /* ---- lines ------------------------------------------------------------------------------------ */
 
+/* The statistics of an edge element, and its line. */
 struct Edge {
     Part part;
     int column;
 };
-constexpr int MOST_EDGES = 14;
+constexpr int MOST_EDGES = 14; /* of a slab: less than a pack of 16-bit elements at either end */
 
-/* In shared memory. */
+/* What merge_columns needs in shared memory. */
 struct ColumnMemory {
     Edge *edges;
     Part *scratch; /* per warp */
@@ -249,8 +253,8 @@ struct ColumnMemory {
 };
 static_assert(MOST_EDGES * sizeof(Edge) <= ColumnMemory::EDGE_BYTES, "");
 
-/* The statistics of the block's part of every line, from those of the threads. All threads call
- * this. */
+/* Merges the statistics `mine` of all threads and those of the edges, to `own`: [line]. All threads
+ * call this. */
 template <typename T, bool FORWARD, bool ALIGNED>
 DEVICE void merge_columns(const SlabPiece<T, FORWARD, ALIGNED> &part, const Statistics<WIDE<T>, FORWARD, 1> &mine,
                           const SlabPlan &plan, const ColumnMemory &memory, Part *own) {
@@ -274,8 +278,8 @@ DEVICE void merge_columns(const SlabPiece<T, FORWARD, ALIGNED> &part, const Stat
                          memory.scratch, edges_of, [&](int line, Part all) { own[line] = all; });
 }
 
-/* The statistics of the line of each element of a thread's packs, and of its edge. total: of all
- * lines. */
+/* For each element of a thread's packs, and for its edge element: the statistics of its line. total:
+ * those of all lines of the slab. */
 template <int N> struct ThreadLines {
     Part all[N], edge;
 

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Softmax of rows that lie side by side: adjacent threads take adjacent rows, element by element, and read them
- * twice, the second time usually from L1 or L2. Batch invariant. A kernel of few instructions: for small tensors, and
- * for gradients of columns that are not aligned, that is faster than keeping them in registers.
+ * twice, the second time usually from L1 or L2. For batch-invariant calls; and for 16-bit columns that are not aligned,
+ * if the tensor is small or gradients are short: there a kernel of few instructions is faster than one that keeps
+ * elements in registers.
  */
 #include "cuda/row_classes.cuh"
 #include "ops/act/cuda/softmax_indexed.cuh"
@@ -13,14 +14,14 @@ namespace {
 template <int PARTS> constexpr int COLUMN_THREADS = PARTS == WARP ? WARP *WARP : 256; /* per block */
 template <bool FORWARD> constexpr int COLUMN_LOADS = FORWARD ? 8 : 4; /* elements that a thread loads at a time */
 
-/* Rows that lie side by side: adjacent threads take adjacent rows. PARTS threads share a row, by the length of rows
- * alone. Every thread reads its share twice: the output may be an input. */
+/* Adjacent threads take adjacent rows. PARTS threads share a row; PARTS depends on the length of rows alone. A thread
+ * writes only elements that it has read itself: the output may be an input. */
 template <typename T, bool FORWARD, int PARTS>
 __global__ __launch_bounds__(COLUMN_THREADS<PARTS>,
                              1024 / COLUMN_THREADS<PARTS>) void columns(const __grid_constant__ IndexedArgs<T> a) {
     wait_for_inputs();
     constexpr int ROWS = COLUMN_THREADS<PARTS> / PARTS, LOADS = COLUMN_LOADS<FORWARD>, STEP = PARTS * LOADS;
-    __shared__ RowStats shares[PARTS][ROWS + 1]; /* one more: a warp reads all parts of a row */
+    __shared__ RowStats shares[PARTS][ROWS + 1]; /* + 1 against bank conflicts: a warp reads all parts of a row */
     const int place = threadIdx.x % ROWS, part = threadIdx.x / ROWS;
     const int64_t row = blockIdx.x * int64_t(ROWS) + place;
     const bool valid = row < a.rows;
@@ -101,10 +102,10 @@ struct RereadColumns {
         return call.common.batch_invariant || is_faster(call) ? NULL : "columns are not small, or aligned";
     }
 
-    /* Measured on an H200: docs/perf/act.md. */
+    /* Whether it is faster than other variants, as measured on an H200: docs/perf/act.md. */
     static bool is_faster(const Call &call) {
-        constexpr int64_t SMALL = 1 << 21, LEAST_COLUMNS = 32; /* elements; side by side */
-        constexpr int64_t SHORTEST = 9, LONGEST = 64;          /* gradients of large tensors */
+        constexpr int64_t SMALL = 1 << 21, LEAST_COLUMNS = 32; /* elements; rows side by side */
+        constexpr int64_t SHORTEST = 9, LONGEST = 64;          /* lengths, for gradients of large tensors */
         constexpr int64_t LONGEST_OF_SMALL = 1024;
         const SlabViews views(call);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.out.dtype));

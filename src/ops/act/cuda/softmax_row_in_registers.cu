@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax over contiguous rows that fit in the registers of 1 to 32 lanes. The rows of the output are
- * whole, aligned packs; those of the inputs too, or short and anywhere (cuda/pack_anywhere.cuh).
+ * Softmax over contiguous rows that fit in the registers of 1 to 32 lanes. Rows of the output are
+ * whole, aligned packs. Rows of the inputs are too; or they are short and may begin anywhere
+ * (cuda/pack_anywhere.cuh).
  *
  * Forward: y = e^(x - max) / sum of e^(x - max). Backward: dx = y (dy - sum of y dy). The maximum
  * starts from the lowest finite number, so that a row of all -inf is 0 / 0: NaN.
@@ -14,7 +15,7 @@
 namespace {
 
 template <typename T> struct RowArgs {
-    const T *in, *dy;
+    const T *in, *dy; /* in: x (forward) or y (backward) */
     T *out;
     const T *in_end, *dy_end; /* the end of each tensor's memory */
     Walk walk;                /* over rows */
@@ -22,8 +23,8 @@ template <typename T> struct RowArgs {
     int packs; /* per row */
 };
 
-/* GROUP lanes per row, PACKS packs per lane. A thread loads AT_ONCE rows before it uses the
- * first. SHIFTED: the rows of the inputs begin anywhere. */
+/* GROUP lanes per row, PACKS packs per lane. A thread loads its packs of AT_ONCE rows before it uses
+ * the first. SHIFTED: the rows of the inputs begin anywhere. */
 template <typename T, int N, bool FORWARD, int GROUP, int PACKS, int AT_ONCE, bool SHIFTED>
 __global__ void __launch_bounds__(THREADS) softmax_rows(const RowArgs<T> args) {
     wait_for_inputs();

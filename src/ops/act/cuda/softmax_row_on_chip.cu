@@ -4,11 +4,11 @@
  * cluster of blocks that exchange their statistics through distributed shared memory. Every byte is
  * read once and written once.
  *
- * Rows may begin anywhere. They are cut into packs where those of the output are aligned; the few
- * elements before the first pack and after the last one, the edges, are taken by one thread each.
- * An input that is aligned differently is loaded as two aligned packs, which are shifted.
+ * Rows may begin anywhere. They are cut into packs that are aligned in the output; the few elements
+ * before the first pack and after the last one, the edges, take a thread each. A pack of an input
+ * with another alignment is loaded as two aligned packs, which are shifted.
  *
- * The output may be the input: then they are aligned alike, every element that counts is read and
+ * The output may be the input: then both have the same alignment, and every element is read and
  * written by the same thread.
  */
 #include <float.h>
@@ -20,11 +20,11 @@
 
 namespace {
 
-template <bool FORWARD> constexpr int BLOCK_PACKS = FORWARD ? 4 : 2; /* per thread and input, with a block per row */
+template <bool FORWARD> constexpr int BLOCK_PACKS = FORWARD ? 4 : 2; /* per thread and input, with blocks per row */
 constexpr int BLOCK_THREADS = 512;                                   /* per block, at most ... */
-constexpr int MOST_THREADS = 1024, MOST_BLOCKS = 16;                 /* ... and in clusters of the most blocks */
+constexpr int MOST_THREADS = 1024, MOST_BLOCKS = 16;                 /* ... and in clusters of MOST_BLOCKS blocks */
 constexpr int PORTABLE_BLOCKS = 8; /* largest cluster that every GPU with clusters has */
-constexpr int GROUP_THREADS = 128; /* per block, with several rows per block */
+constexpr int GROUP_THREADS = 128; /* per block, if a block has several rows */
 
 template <typename T> struct RowArgs {
     const T *in, *dy; /* in: x (forward) or y (backward) */
@@ -36,27 +36,28 @@ template <typename T> struct RowArgs {
     bool expanded; /* dy is one number per row */
 };
 
-/* Keeps the compiler from holding the unpacked elements in registers until they are needed again:
- * that would take three times as many. */
+/* Makes the compiler unpack the elements again where they are needed. Kept unpacked in registers, they
+ * would take three times as many. */
 template <typename T> DEVICE void keep_packed(Pack<T, WIDE<T>> &pack) {
     uint4 &word = reinterpret_cast<uint4 &>(pack);
     asm volatile("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
 }
 
-/* Whether the ends of the tensor are looked at for each pack, not once. With many packs of fp32 that is 15 % faster; why
- * is not known. */
+/* Whether loads are checked against the ends of the tensor pack by pack, not once per row. With many packs of fp32 that
+ * is 15 % faster; why is not known. */
 template <typename T, int COUNT> constexpr bool LOOKS_AT_EACH = !NARROW<T> && COUNT > 4;
 
-/* The packs of an input that lie under a thread's packs of the output. ALIGNED: all rows of all
- * tensors are whole, aligned packs. */
+/* A thread's packs of an input: the elements at the places of its packs of the output. ALIGNED: all
+ * rows of all tensors are whole, aligned packs. */
 template <typename T, bool ALIGNED, int COUNT> struct Under {
     static constexpr int N = WIDE<T>;
     Pack<T, N> pack[COUNT];
-    Pack<T, N> next[ALIGNED ? 1 : COUNT]; /* the aligned packs after those */
-    int shift;                            /* of the wanted packs from aligned ones */
-    bool inside;                          /* the aligned packs of the row are inside of the tensor */
+    Pack<T, N> next[ALIGNED ? 1 : COUNT]; /* the aligned packs after those in `pack` */
+    int shift;                            /* offset of the wanted packs in aligned ones, in elements */
+    bool inside;                          /* the aligned packs of the row lie inside the tensor */
 
-    /* Issues the loads. `body`: the element under the first one of the output's first pack. */
+    /* Issues the loads. `body`: the input of the output's first pack. [begin, end): the tensor. Packs that do
+     * not exist are full of `fill`. */
     DEVICE void load(const T *body, const T *begin, const T *end, int lane, int lanes, int packs, float fill) {
         shift = ALIGNED ? 0 : offset_in_pack(body);
         constexpr bool EACH = LOOKS_AT_EACH<T, COUNT>;
@@ -71,7 +72,8 @@ template <typename T, bool ALIGNED, int COUNT> struct Under {
                 next[k] = load_once_if<T, N>(has && shift != 0 && (!EACH || p + 2 * N <= end), p + N, fill);
         }
     }
-    /* Waits for them. Packs, or rows, that reach out of the tensor have not been loaded yet. */
+    /* Waits for the loads, and shifts the packs. What `load` has left out, because the aligned packs reach
+     * outside the tensor, is loaded here, element by element. */
     DEVICE void shift_packs(const T *body, const T *begin, const T *end, int lane, int lanes, int packs) {
         if constexpr (!ALIGNED) {
             if (shift == 0)
@@ -110,7 +112,7 @@ template <typename T, bool FORWARD, bool ALIGNED, int COUNT> struct RowPart {
     Under<T, ALIGNED, FORWARD ? 1 : COUNT> d;
     float upstream; /* dy, if expanded */
     bool expanded, has_edge;
-    int edge; /* from the body of `out` on */
+    int edge; /* offset of the thread's edge element from out.body */
     float x_edge, d_edge;
 
     DEVICE void load(const RowArgs<T> &a, int64_t row, int thread, int threads) {
@@ -151,7 +153,7 @@ template <typename T, bool FORWARD, bool ALIGNED, int COUNT> struct RowPart {
     }
 };
 
-/* LANES lanes per row, which keep the exponentials. */
+/* LANES lanes per row. Unpacked elements, then exponentials, stay in registers. */
 template <typename T, bool FORWARD, int LANES, int COUNT>
 __global__ void __launch_bounds__(GROUP_THREADS) softmax_group(const __grid_constant__ RowArgs<T> a) {
     constexpr int N = WIDE<T>;
@@ -217,7 +219,8 @@ template <bool FORWARD> DEVICE Part merge_warp(Part p) {
     return {p.max, warp_sum(p.sum)};
 }
 
-/* Over the cluster, in the order of its blocks. The caller has called cluster_arrive once. */
+/* Merges the parts of the cluster's blocks, in the order of the blocks. The caller has called
+ * cluster_arrive once. */
 template <bool FORWARD> DEVICE Part merge_cluster(Part p, Part (&parts)[MOST_BLOCKS], unsigned blocks) {
     const unsigned lane = threadIdx.x % WARP;
     cluster_wait(); /* all blocks have started: their shared memory can be written */
@@ -229,8 +232,8 @@ template <bool FORWARD> DEVICE Part merge_cluster(Part p, Part (&parts)[MOST_BLO
     return merge_warp<FORWARD>(lane < blocks ? parts[lane] : Part{-FLT_MAX, 0.0f});
 }
 
-/* A block, or a cluster, per row. 16-bit elements are kept packed, and their exponentials are computed twice. Those of
- * fp32 are kept, relative to the largest element of the thread. */
+/* A block, or a cluster, per row. 16-bit elements are kept packed, and their exponentials are computed twice. With fp32
+ * the exponentials are kept, relative to the largest element of the thread. */
 template <typename T, bool FORWARD, bool ALIGNED, bool CLUSTER> DEVICE void softmax_of_row(const RowArgs<T> &a) {
     constexpr int N = WIDE<T>, COUNT = BLOCK_PACKS<FORWARD>;
     constexpr bool KEEPS = FORWARD && !NARROW<T>;
@@ -324,7 +327,7 @@ struct RowOnChip {
     static int blocks_for(const Call &call, int64_t packs) {
         return power_at_least(ceil_div<int64_t>(packs, BLOCK_THREADS * packs_per_thread(call)), 1, MOST_BLOCKS);
     }
-    /* The same, and more if a few rows of a cluster would leave multiprocessors idle. */
+    /* The same; but more if rows take a cluster each and are so few that multiprocessors would be idle. */
     static int blocks_of_few(const rafter_cuda_state &device, const Call &call, int64_t packs, int64_t rows) {
         constexpr int64_t ENOUGH_BLOCKS = 128, LEAST_THREADS = 128;
         const int64_t most = device.compute_capability == 90 ? MOST_BLOCKS : 1;

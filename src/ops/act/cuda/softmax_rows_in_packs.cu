@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Softmax of rows of 2 or 4 elements that follow each other, several in a pack of 16 bytes (cuda/rows_in_packs.cuh).
- * Nothing goes through shared memory. */
+/* Softmax of rows of 2 or 4 elements that follow each other without gaps, several in a pack of 16 bytes
+ * (cuda/rows_in_packs.cuh). A thread takes a pack; nothing goes through shared memory. */
 #include <float.h>
 
 #include "cuda/rows_in_packs.cuh"
@@ -8,7 +8,7 @@
 
 namespace {
 
-/* In place of x (forward) or y (backward). Sums as in softmax_row_in_registers. */
+/* Overwrites x (forward) or y (backward) with the result. The formulas are in softmax_row_in_registers.cu. */
 template <typename T, bool FORWARD, int LENGTH> DEVICE void softmax_of_row(float *x, const float *dy) {
     float sum = 0.0f;
     if constexpr (FORWARD) {

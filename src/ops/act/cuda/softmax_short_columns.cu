@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax over a short dimension of [outer, length, columns]. A thread takes a few columns and every `down`-th
- * step of the length, all in registers: a pack of 16 bytes. If packs are not aligned, threads of large 16-bit tensors
- * shift them (pack_anywhere.cuh). Others take groups of 1 or 2 elements, such that adjacent threads take adjacent ones:
- * several groups in large tensors, so that enough loads are in flight. Every byte is read once and written once. Steps
- * may lie any distance apart.
+ * Softmax over a short dimension of [outer, length, columns]; steps of the length may be any distance apart. All
+ * elements stay in registers: every byte is read once and written once.
+ *
+ * A thread takes a few columns and every `down`-th step of the length. If columns are aligned packs of 16 bytes, it
+ * takes one pack of each step. If they are not, threads of large 16-bit tensors shift packs (pack_anywhere.cuh); other
+ * threads take groups of 1 or 2 adjacent elements, so that adjacent threads take adjacent groups. In large tensors a
+ * thread takes several groups, so that enough loads are in flight.
  *
  * A thread writes only what it has read itself: the output may be the input.
  */
@@ -23,26 +25,26 @@ struct ThreadShare {
 };
 constexpr ThreadShare WIDE_SHARE = {1, 8, 256};    /* groups are packs of 16 bytes */
 constexpr ThreadShare SHIFTED_SHARE = {1, 4, 256}; /* packs that are not aligned; forward: twice as many steps */
-constexpr ThreadShare TWO_SHARE = {1, 2, 256};     /* the same, of one or two steps */
+constexpr ThreadShare TWO_SHARE = {1, 2, 256};     /* packs that are not aligned, of one or two steps */
 constexpr ThreadShare PAIR_SHARE = {8, 2, 512};    /* large fp32 tensors of one or two steps */
 constexpr ThreadShare LARGE_SHARE = {4, 8, 512};   /* large fp32 tensors */
 constexpr ThreadShare LONG_SHARE = {1, 32, 256};   /* large fp32 tensors of few columns side by side */
 constexpr ThreadShare DEEP_SHARE = {1, 32, 512};   /* forward of large fp32 tensors of many steps */
-constexpr ThreadShare SMALL_SHARE = {1, 16, 1024}; /* one block per multiprocessor: nothing is loaded while it stores */
-constexpr int64_t LARGE_ELEMENTS = 8 << 20;
-constexpr int64_t LARGE_OF_TWO = 1 << 17; /* the same for shifted packs of one or two steps */
-constexpr int64_t LEAST_SHIFTED = 64;     /* columns side by side: the last pack of them may have few */
-constexpr int64_t LONGEST_LARGE = 256;    /* then 16 threads take adjacent elements */
-constexpr int64_t LONGEST_DEEP = 512;     /* of DEEP_SHARE: with more threads per column, one block is faster */
-constexpr int64_t MANY_COLUMNS = 512;     /* with fewer, the last ones of a block's columns are a large part */
+constexpr ThreadShare SMALL_SHARE = {1, 16, 1024}; /* all others; one block per SM: no loads while it stores */
+constexpr int64_t LARGE_ELEMENTS = 8 << 20;        /* of a large tensor, at least */
+constexpr int64_t LARGE_OF_TWO = 1 << 17;          /* the same for TWO_SHARE */
+constexpr int64_t LEAST_SHIFTED = 64;              /* columns of SHIFTED_SHARE, at least: the last pack may have few */
+constexpr int64_t LONGEST_LARGE = 256;             /* steps of LARGE_SHARE: a block then has 16 threads side by side */
+constexpr int64_t LONGEST_DEEP = 512;              /* steps of DEEP_SHARE: longer columns are faster with SMALL_SHARE */
+constexpr int64_t MANY_COLUMNS = 512; /* with fewer, several groups per thread would leave many of them unused */
 
 struct ColumnPlan {
     Walk outer;
-    int64_t slabs, inner;    /* outer indices, and columns of each */
-    Divisor tiles;           /* of an outer index: its groups, if a thread takes one; or what a block takes at once */
-    int beside_log2;         /* several groups per thread: threads side by side in an outer index */
-    int64_t stride[TENSORS]; /* between steps */
-    int length, steps;       /* steps: per thread, at most */
+    int64_t slabs, inner;       /* outer indices, and columns of each */
+    Divisor tiles;              /* per outer index: groups of columns, if a thread takes one; else tiles */
+    int beside_log2;            /* several groups per thread: threads side by side in an outer index */
+    int64_t stride[TENSORS];    /* between steps */
+    int length, steps;          /* steps: per thread, at most */
     int across_log2, down_log2; /* threads of a block: side by side; per column */
     bool expanded;              /* dy is one number per outer index */
 
@@ -58,7 +60,8 @@ template <typename T> struct ColumnArgs {
     const T *end[TENSORS]; /* of tensors whose packs are shifted; past the last element */
 };
 
-/* Merges the statistics of the threads of each column. shared: [row][column], and then totals. */
+/* Merges the statistics of the threads of each column. shared: [row][column], followed by the totals:
+ * [column]. */
 template <bool FORWARD, int N>
 DEVICE void merge_down(Statistics<N, FORWARD, 1> &mine, const ColumnPlan &plan, int row, int place, Part *shared) {
     static_assert((N & (N - 1)) == 0, "columns are a power of two");
@@ -69,7 +72,7 @@ DEVICE void merge_down(Statistics<N, FORWARD, 1> &mine, const ColumnPlan &plan, 
     for (int j = 0; j < N; j++)
         shared[row * columns + place * N + j] = {mine.max[j], mine.sum[0][j]};
     __syncthreads();
-    const int groups = max(down / MERGED_PARTS, 1); /* of rows: each becomes one, in place of its first */
+    const int groups = max(down / MERGED_PARTS, 1); /* of rows: each group is merged into the place of its first row */
     if (groups > 1) {
         for (int i = threadIdx.x; i < groups * columns; i += blockDim.x) {
             const int group = i >> columns_log2, column = i & (columns - 1);
@@ -88,14 +91,14 @@ DEVICE void merge_down(Statistics<N, FORWARD, 1> &mine, const ColumnPlan &plan, 
     }
 }
 
-/* A thread's columns: N / UNIT groups of UNIT adjacent elements, `apart` elements from each other. */
+/* A thread's columns: N / UNIT groups of UNIT adjacent elements; groups are `apart` elements apart. */
 template <typename T, int N, int UNIT> struct ThreadColumns {
     int apart, valid; /* valid: groups that exist */
 
     static_assert(UNIT == N || UNIT == 1, "several groups are single elements");
 
     DEVICE Pack<T, N> load(bool has, const T *from, float instead) const {
-        if constexpr (UNIT == N) { /* copied element by element, it would be waited for */
+        if constexpr (UNIT == N) { /* to copy the pack element by element would wait for the load */
             return load_once_if<T, N>(has && valid > 0, from, instead);
         } else {
             Pack<T, N> pack;
@@ -118,13 +121,13 @@ template <typename T, int N, int UNIT> struct ThreadColumns {
     }
 };
 
-/* The pack of each of a thread's steps, not aligned: two aligned packs that are shifted. The loads of all steps are
- * in flight at the same time. */
+/* Packs that are not aligned, one for each of a thread's steps: each is shifted out of two aligned packs. The loads of
+ * all steps are in flight at the same time. */
 template <typename T, int STEPS> struct ShiftedSteps {
     static constexpr int N = WIDE<T>;
     const T *first;
     int64_t step; /* elements from one to the next */
-    bool inside;  /* all aligned packs are inside of the tensor; else elements are loaded one by one */
+    bool inside;  /* all aligned packs lie inside the tensor; else elements are loaded one by one */
     uint4 low[STEPS], high[STEPS];
 
     /* `count` steps, of `most` that threads of the kernel have. [begin, end): the tensor. */
@@ -144,7 +147,7 @@ template <typename T, int STEPS> struct ShiftedSteps {
                 high[k] = load_now_if(inside && k < count, aligned + 16);
             }
     }
-    /* Step k; elements past `end`, which are of no column, are not read. */
+    /* The pack of step k. Elements past `end` belong to no column and are not read. */
     DEVICE Pack<T, N> get(int k, const T *end) const {
         const T *const from = first + k * step;
         Pack<T, N> pack;
@@ -160,7 +163,8 @@ template <typename T, int STEPS> struct ShiftedSteps {
     }
 };
 
-/* SHIFTED: packs are not aligned, and the last one of an outer index may have less than UNIT columns. */
+/* GROUPS groups of UNIT adjacent columns and at most STEPS steps per thread. SHIFTED: packs are not aligned, and the
+ * last one of an outer index may have fewer than UNIT columns. */
 template <typename T, int UNIT, int GROUPS, int STEPS, int THREADS, bool FORWARD, bool SHIFTED>
 __global__ void __launch_bounds__(THREADS, THREADS >= 1024 ? 1 : (FORWARD && !SHIFTED ? 1024 : 512) / THREADS)
     softmax_short_column(const __grid_constant__ ColumnArgs<T> a) {
@@ -278,7 +282,7 @@ __global__ void __launch_bounds__(THREADS, THREADS >= 1024 ? 1 : (FORWARD && !SH
             for (int j = 0; j < N; j++)
                 scale[j] *= expf(own_max[j] - mine.max[j]);
     [[maybe_unused]] const bool whole = columns.valid > 0 && plan.inner - column >= N;
-    /* A gap between outer indices, whose columns are not adjacent. */
+    /* Packs are numbered with a gap between outer indices, whose columns are not adjacent. */
     [[maybe_unused]] AdjacentPacks adjacent;
     if constexpr (SHIFTED)
         adjacent = AdjacentPacks(whole, static_cast<int>(outside * (plan.tiles.number + 1) + column / N));
@@ -322,14 +326,15 @@ struct ShortColumns {
         int64_t blocks;
     };
 
-    /* Whether softmax_columns beats it: gradients of 16 bits, of this many steps, of many packs side by side. Measured
-     * on an H200: docs/perf/act.md. */
+    /* Whether softmax_columns is faster: 16-bit gradients of this many steps, of many aligned packs side by side.
+     * Measured on an H200: docs/perf/act.md. */
     static bool is_slower(const SlabViews &views, int bytes, bool forward) {
         constexpr int64_t SHORTEST = 64, LONGEST = 128, LEAST_INNER = 4096;
         return !forward && bytes == 2 && views.column_width() * bytes == 16 && views.length() >= SHORTEST &&
                views.length() <= LONGEST && views.inner() >= LEAST_INNER;
     }
 
+    /* The share of a thread, by shape and dtype. */
     static Choice choose(const SlabViews &views, int bytes, bool forward) {
         const int64_t length = views.length(), inner = views.inner();
         const int width = views.column_width(), wide = 16 / bytes;
@@ -365,7 +370,7 @@ struct ShortColumns {
                 all = all && views.view[t].stride[d] >= 0;
         return all;
     }
-    /* Threads per block and log2 of those per column. False if the dimension is too long. */
+    /* Fills the shape of a block: the members of `plan` that end in _log2. False if the dimension is too long. */
     static bool cut(const ThreadShare &share, int64_t length, int64_t inner, int unit, int bytes, ColumnPlan *plan) {
         const bool wide = unit * bytes == 16;
         const int columns = unit * share.groups, width = columns * bytes;

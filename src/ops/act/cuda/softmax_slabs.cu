@@ -4,14 +4,14 @@
  * one contiguous row, or `inner` interleaved ones ([outer, length, inner]); it may begin anywhere.
  * Every byte is read once and written once.
  *
- * A slab is cut into packs of 16 bytes where those of the output are aligned; what is left at
- * either end are the edges, an element per thread. Thread t takes the packs t, t + threads, ...
- * Because threads * N is a multiple of `inner`, element j of all its packs belongs to the same
- * line. An input that is aligned differently is copied to shared memory by its own aligned packs,
- * and shifted when it is read from there.
+ * A slab is cut into packs of 16 bytes that are aligned in the output; the elements before the first
+ * and after the last pack are the edges, which take a thread each. Thread t takes the packs t, t +
+ * threads, ... Because threads * N is a multiple of `inner`, element j of all its packs belongs to
+ * the same line. An input with another alignment is copied to shared memory by its own aligned
+ * packs, and shifted when it is read from there.
  *
- * All elements that a block writes it has read before, and no other block needs them: the output
- * may be the input.
+ * A block reads all elements that it writes before it writes, and no other block needs them: the
+ * output may be the input.
  */
 #include "cuda/cluster.cuh"
 #include "cuda/line_statistics.cuh"
@@ -24,6 +24,7 @@ namespace {
 constexpr int ROW_THREADS = 256, MOST_THREADS = 1024, MOST_BLOCKS = 16, PORTABLE_BLOCKS = 8;
 constexpr int AT_ONCE = 4; /* packs whose elements are unpacked together */
 
+/* The statistics of an edge element, and its line. */
 struct Edge {
     Part part;
     int column;
@@ -31,10 +32,10 @@ struct Edge {
 
 struct SlabPlan {
     int elements, inner; /* of a slab */
-    int threads;         /* that take packs; a block has whole warps */
+    int threads;         /* that take packs; a block has them rounded up to whole warps */
     int blocks;          /* per slab */
     int each;            /* packs per block, at most */
-    int lanes;           /* that merge the statistics of one column, a power of two */
+    int lanes;           /* that merge the statistics of one line, a power of two */
     bool expanded;       /* dy is one number per slab */
 };
 
@@ -45,9 +46,10 @@ template <typename T> struct SlabArgs {
     SlabPlan plan;
 };
 
-/* Where things are in the shared memory of a block, in bytes. */
+/* Where things are in the shared memory of a block, in bytes: the scratch memory of merge_row or of
+ * merge_columns; the statistics of threads, of the block and of the slab; the inputs. */
 struct SlabMemory {
-    static constexpr int FIXED = 640;
+    static constexpr int FIXED = 640; /* scratch */
     int partial, own, total, input, input_bytes, bytes;
 
     __host__ __device__ __forceinline__ SlabMemory(const SlabPlan &plan, int width, int inputs) {
@@ -62,7 +64,7 @@ struct SlabMemory {
     }
 };
 
-/* Elements of one slab in shared memory, in packs where the source's are aligned. */
+/* A block's part of one input's slab in shared memory, by the aligned packs of the input. */
 template <typename T> struct Staged {
     static constexpr int N = WIDE<T>;
     const uint4 *packs;
@@ -72,7 +74,7 @@ template <typename T> struct Staged {
     int slots;           /* packs that are copied */
     const T *from;       /* the first one */
 
-    /* `count` packs, from element `begin` of the slab on. */
+    /* `count` packs of the output, from element `first` of the slab on. */
     DEVICE void place(char *memory, const T *slab, int slab_elements, int first, int count) {
         packs = reinterpret_cast<const uint4 *>(memory);
         from = slab + first;
@@ -83,7 +85,7 @@ template <typename T> struct Staged {
         slots = count > 0 ? count + (shift > 0) : 0;
     }
     /* Starts to copy the packs [low, high). Packs that reach over an end of the slab are copied
-     * element by element: the rest may lie outside of the tensor. */
+     * element by element: the rest may lie outside the tensor. */
     DEVICE void fill(int low, int high, int threads) const {
         Pack<T, N> *const to = reinterpret_cast<Pack<T, N> *>(const_cast<uint4 *>(packs));
         for (int i = low + (int)threadIdx.x; i < min(slots, high); i += AT_ONCE * threads)
@@ -103,7 +105,7 @@ template <typename T> struct Staged {
             }
     }
 
-    /* A pack as it was copied: elements that are not the block's are -inf. */
+    /* An aligned pack as it was copied. Elements outside the block's part become -inf. */
     DEVICE Pack<T, N> copied(int slot) const {
         uint4 words = packs[slot];
         Pack<T, N> &pack = reinterpret_cast<Pack<T, N> &>(words);
@@ -115,6 +117,7 @@ template <typename T> struct Staged {
                     pack.v[j] = from_float<T>(-INFINITY);
         return pack;
     }
+    /* The input of pack i of the block's part of the output. */
     DEVICE Pack<T, N> read(int i) const {
         uint4 low = packs[i];
         if (shift != 0) {
@@ -136,18 +139,18 @@ template <typename T> struct Staged {
     }
 };
 
-/* What a block has of a slab. */
+/* A block's part of a slab, and what a thread has of it. */
 template <typename T, bool FORWARD> struct SlabPart {
     static constexpr int N = WIDE<T>;
     AlignedSpan<T> out;
-    int first, count; /* packs of the block; of the thread */
-    int half;         /* packs of a thread in the first group of copies, at most */
+    int first, count; /* first pack of the block; packs of the thread */
+    int half;         /* packs of a thread in the first of the two groups of copies, at most */
     int threads;
     Staged<T> in, dy;
     bool expanded;
     float upstream; /* dy, if expanded */
     bool has_edge;
-    int64_t edge; /* from the body of `out` on */
+    int64_t edge; /* offset of the thread's edge element from out.body */
     float x_edge, d_edge;
 
     DEVICE void load(const SlabArgs<T> &a, unsigned slab, unsigned rank, char *memory, const SlabMemory &at) {
@@ -164,7 +167,7 @@ template <typename T, bool FORWARD> struct SlabPart {
         in.place(memory + at.input, x, a.plan.elements, begin, packs);
         if (!FORWARD && !expanded)
             dy.place(memory + at.input + at.input_bytes, a.dy + offset[DY], a.plan.elements, begin, packs);
-        /* A shifted pack needs the one after it too. */
+        /* Two groups of copies. + 1: a shifted pack needs the aligned pack after it, too. */
         half = round_up((ceil_div(a.plan.each, threads) + 1) / 2, AT_ONCE);
         fill(0, half * threads + 1);
         fill(half * threads + 1, INT32_MAX);
@@ -174,7 +177,7 @@ template <typename T, bool FORWARD> struct SlabPart {
         x_edge = has_edge ? to_float(x[out.head + edge]) : FORWARD ? -INFINITY : 0.0f;
         d_edge = FORWARD || !has_edge ? 0.0f : expanded ? upstream : to_float(a.dy[offset[DY] + out.head + edge]);
     }
-    /* A group of copies. */
+    /* Starts a group of copies. */
     DEVICE void fill(int low, int high) const {
         if ((int)threadIdx.x < threads) {
             in.fill(low, high, threads);
@@ -196,10 +199,11 @@ template <typename T, bool FORWARD> struct SlabPart {
         }
     }
 
-    /* The statistics of one input of a row need no shifted packs. */
+    /* Forward statistics of a row are computed of packs as they were copied, not shifted: the order does not
+     * matter. */
     template <int LINES> static constexpr bool AS_COPIED = FORWARD &&LINES == 1;
 
-    /* The thread's packs, as they arrive. LINES: 1, or N. */
+    /* The statistics of the thread's packs, group by group as the copies arrive. LINES: 1, or N. */
     template <int LINES> DEVICE Statistics<LINES, FORWARD, 1> statistics() const {
         Statistics<LINES, FORWARD, 1> mine;
         mine.clear();
@@ -217,7 +221,7 @@ template <typename T, bool FORWARD> struct SlabPart {
         }
         return mine;
     }
-    /* Packs k to k + AT_ONCE - 1 of the thread, of `all`. */
+    /* Adds packs k to k + AT_ONCE - 1 of the thread, which has `all` packs. */
     template <int LINES> DEVICE void add(Statistics<LINES, FORWARD, 1> &mine, int k, int all) const {
         Pack<T, N> x[AT_ONCE];
 #pragma unroll
@@ -250,7 +254,7 @@ template <typename T, bool FORWARD> struct SlabPart {
     DEVICE static float result(float x, float d, Part all, float scale) {
         return FORWARD ? exp_as<T>(x - all.max) * scale : x * (d - all.sum);
     }
-    /* all, scale: of the line of each element of a pack, modulo LINES. */
+    /* Writes the results. all, scale: entry j % LINES belongs to the line of element j of a pack. */
     template <int LINES> DEVICE void write(const Part (&all)[LINES], const float (&scale)[LINES]) const {
 #pragma unroll 2
         for (int k = 0; k < count; k++) {
@@ -266,7 +270,7 @@ template <typename T, bool FORWARD> struct SlabPart {
     }
 };
 
-/* The statistics of the row over all blocks of the cluster, in the order of the blocks. */
+/* Merges the statistics of a row over the block and over the cluster, in the order of the blocks. */
 template <bool FORWARD> DEVICE Part merge_row(Part p, char *memory, unsigned blocks) {
     Part *const warps = reinterpret_cast<Part *>(memory), *const block = warps + MOST_THREADS / WARP;
     const unsigned lane = threadIdx.x % WARP;
@@ -291,7 +295,7 @@ template <bool FORWARD> DEVICE Part merge_row(Part p, char *memory, unsigned blo
     return p;
 }
 
-/* The same for interleaved lines: fills the totals in shared memory. */
+/* The same for interleaved lines. Writes the totals to shared memory. */
 template <typename T, bool FORWARD>
 DEVICE void merge_columns(const SlabPart<T, FORWARD> &part, const Statistics<WIDE<T>, FORWARD, 1> &mine,
                           const SlabPlan &plan, char *memory, const SlabMemory &at) {
@@ -397,11 +401,11 @@ struct Slabs {
         SlabPlan slab;
     };
 
-    /* Packs of one input per block, so that several blocks share a multiprocessor and one loads
-     * while another stores; twice as many where a larger cluster costs more. Measured:
-     * docs/perf/act.md. And the most shared memory. */
+    /* BLOCK_PACKS: packs of one input per block, so few that several blocks share a multiprocessor and
+     * one loads while another stores. Twice as many where a larger cluster costs more. Measured:
+     * docs/perf/act.md. MOST_BYTES: shared memory of a block. */
     static constexpr int BLOCK_PACKS = 2048, MOST_BYTES = 192 << 10;
-    /* From here on a multiprocessor has one block, which waits alone. */
+    /* With more shared memory than this a multiprocessor has one block, and idles while that waits. */
     static constexpr int ALONE_BYTES = 96 << 10;
 
     static int greatest_common_divisor(int64_t a, int64_t b) {
@@ -413,19 +417,19 @@ struct Slabs {
         return static_cast<int>(a);
     }
 
-    /* Slabs of interleaved lines that are too few to take all multiprocessors. */
+    /* With fewer slabs of interleaved lines, a block each would leave multiprocessors idle. */
     static constexpr int64_t FEW_SLABS = 256;
     static bool are_few(const SlabViews &views) {
         return views.inner() > 1 && views.slabs() < FEW_SLABS;
     }
-    /* Blocks per slab, so that they do. */
+    /* Blocks per slab, so that few slabs keep all multiprocessors busy. */
     static int blocks_for_few(const SlabViews &views, int64_t packs) {
         constexpr int64_t LEAST_PACKS = 512; /* per block: less is not worth a cluster */
         return are_few(views) ? power_at_least(min(FEW_SLABS / views.slabs(), packs / LEAST_PACKS), 1, MOST_BLOCKS) : 1;
     }
 
-    /* By the shape of a slab, and of interleaved lines also by the number of slabs; never by the
-     * device. False if a slab does not fit. */
+    /* Fills the plan. It depends on the shape of a slab, with interleaved lines also on the number of
+     * slabs; never on the device. False if a slab does not fit. */
     static bool cut(const SlabViews &views, bool forward, SlabPlan *plan) {
         const int width = 16 / static_cast<int>(rafter_dtype_bytes(views.view[OUT].dtype));
         const int64_t inner = views.inner(), elements = views.elements(), packs = max(elements / width, int64_t(1));
@@ -448,7 +452,7 @@ struct Slabs {
         const bool twice = inputs == 1 && (inner > 1 || packs <= 2 * BLOCK_PACKS || packs > 8 * BLOCK_PACKS);
         const int64_t block = twice ? plan->threads > 512 ? 4 * BLOCK_PACKS : 2 * BLOCK_PACKS : BLOCK_PACKS;
         plan->blocks = max(power_at_least(ceil_div(packs, max(block, int64_t(plan->threads))), 1, MOST_BLOCKS), least);
-        /* All blocks alike, and from a first line on. */
+        /* All blocks have the same number of packs, and begin with the same line. */
         plan->each = static_cast<int>(round_up(ceil_div(packs, int64_t(plan->blocks)), unit));
         plan->lanes = 1;
         while (plan->lanes < WARP && 2 * plan->lanes * inner <= plan->threads)

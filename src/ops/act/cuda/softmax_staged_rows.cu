@@ -3,8 +3,8 @@
  * Softmax of rows of adjacent elements that are not aligned packs: a block per row, which it keeps in shared memory.
  * Sums do not depend on the alignment of rows (cuda/slot_sums.cuh).
  *
- * Forward of many rows of 64 to 111 KB, of which a multiprocessor has two at a time; and most rows of more than 512
- * elements in batch-invariant calls.
+ * For the forward of many rows of 64 to 111 KB, of which a multiprocessor holds two at a time; and for batch-invariant
+ * calls with rows of more than 512 elements that fit.
  */
 #include "cuda/slot_sums.cuh"
 #include "ops/act/cuda/softmax_indexed.cuh"
@@ -13,12 +13,12 @@ namespace {
 
 constexpr int STAGED_THREADS = 1024; /* at most */
 
-/* A row of adjacent elements in shared memory, as far from a multiple of 16 bytes as in memory. Granules are 16
- * bytes; elements of the first and the last one that are not the row's are `instead`. */
+/* A row of adjacent elements in shared memory, with the same offset from a multiple of 16 bytes as in global memory. A
+ * granule is 16 aligned bytes; elements of the first and the last one that are not the row's are `instead`. */
 template <typename T> struct StagedRow {
     static constexpr int N = WIDE<T>;
     Pack<T, N> *granules;
-    int n, shift, count; /* elements; of the first one in its granule; granules */
+    int n, shift, count; /* elements; offset of the first one in its granule; granules */
 
     DEVICE StagedRow(const T *row, int length, void *memory, float instead)
         : granules(static_cast<Pack<T, N> *>(memory)), n(length), shift(offset_in_pack(row)),
@@ -38,7 +38,7 @@ template <typename T> struct StagedRow {
     DEVICE T element(int i) const {
         return granules->v[i + shift];
     }
-    /* Elements first, first + 1, ..., of which those that are not the row's are undefined. */
+    /* Elements first, ..., first + N - 1. Those that are not the row's are undefined. */
     DEVICE void get(int first, float (&v)[N]) const {
         if ((first + shift) % N == 0) {
             unpack(granules[(first + shift) / N], v);
@@ -50,12 +50,12 @@ template <typename T> struct StagedRow {
     }
 };
 
-/* Bytes of shared memory of a row. */
+/* Bytes of shared memory that a row takes, at most. */
 __host__ DEVICE constexpr int64_t staged_bytes(int64_t row_bytes) {
     return (row_bytes / 16 + 2) * 16;
 }
 
-/* Writes elements first, first + 1, ..., of a row of n. */
+/* Writes elements first, ..., first + N - 1 of a row of n elements; those that are not the row's are left out. */
 template <typename T> DEVICE void store_granule(T *row, int n, int first, const Pack<T, WIDE<T>> &pack) {
     constexpr int N = WIDE<T>;
     if (first >= 0 && first + N <= n) {
@@ -140,7 +140,7 @@ struct StagedRows {
         int64_t shared;
     };
 
-    /* Shared memory: what the kernel has besides; and from where on a multiprocessor has one block. */
+    /* Shared memory that the kernel needs besides; and above which a multiprocessor has only one block. */
     static constexpr int64_t OWN_BYTES = 4 << 10, ALONE_BYTES = 111 << 10;
 
     static const char *why_not(const rafter_cuda_state &device, const Call &call) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Copies an input of softmax into the output, in the order of the output's memory. */
+/* Copies an input of softmax into the output, for OrderedCall (softmax_layout.cuh). */
 #include "cuda/elementwise.cuh"
 #include "ops/act/cuda/softmax_layout.cuh"
 
