@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The basic call: reduction mean or sum (forward also none), no options beyond reduction and
- * ignore_index (some kernels know more: BasicOptions), no outputs beyond loss, row_loss and lse, rows of
- * whole aligned packs, and per-row tensors contiguous.
- * Kernels for it take few parameters and have few instructions: both are cold when a kernel starts,
- * and with short rows that is most of the time.
+ * What the kernels for basic calls share. A basic call has reduction mean or sum (forward also none), no
+ * options beyond reduction and ignore_index, no outputs beyond loss, row_loss and lse, rows of whole
+ * aligned packs, and contiguous per-row tensors. Some kernels take more: see BasicOptions and BasicRows.
+ *
+ * These kernels have few parameters and few instructions. Neither is in a cache when a kernel starts, and
+ * with short rows it takes most of the time to load them.
  */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_BASIC_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_BASIC_CUH
@@ -14,7 +15,7 @@
 
 namespace {
 
-/* negative_log_prob for a scale of 1, in floats. */
+/* The same as negative_log_prob (loss.cuh) for a scale of 1, in floats. */
 DEVICE float rounded_nll(float max, float target, TwoFloats log_sum) {
     const float value = rounded_sum(max, -target, log_sum);
     return value < 0.0f ? 0.0f : value;
@@ -26,9 +27,9 @@ struct alignas(16) BasicGradient {
     int label;
 };
 
-/* Kernel arguments. The loss of a row and of all rows comes from loss.cuh. The gradient
- * coefficients are written again here, for scale 1 and few options: the general ones take struct Loss, which
- * means 3.5 KB of parameters instead of 200 bytes, and at least four times the instructions. */
+/* Kernel arguments. The losses are computed by functions of loss.cuh. The gradient coefficients are
+ * computed here again, for scale 1 and few options: those of loss.cuh take struct Loss, which means 3.5 KB
+ * of parameters instead of 200 bytes, and at least four times the instructions. */
 struct BasicArgs {
     const char *z; /* logits */
     char *dz;
@@ -39,15 +40,15 @@ struct BasicArgs {
     int rows, classes;
     bool wide_labels;         /* int64, else int32 */
     int *bad_labels;          /* set to 1 when a label is out of range */
-    double *losses;           /* one per row; warp_per_row and short_rows: loss and count of each block */
+    double *losses;           /* one per row; or loss and weight of each block, a double2: see add_up_threads */
     unsigned *counter;        /* of blocks that have ended; 0 between calls */
     float *row_loss;          /* NULL: not wanted */
     float *loss;              /* NULL: not wanted */
     const float *dloss;       /* NULL: 1 */
     const float *denominator; /* NULL: the number of labels that are not ignored */
     bool mean, zero_if_all_ignored;
-    /* Where BasicOptions says so: label smoothing, and class weights. Kernels look at these two first: to test
-     * a number or a pointer for every row takes longer. */
+    /* Whether the call has label smoothing, and class weights; only for kernels whose BasicOptions allow them.
+     * To test a number or a pointer for every row would take longer. */
     bool smooths, weighs;
     double label_share, spread; /* 1 - s, s / V */
     const float *class_weight;
@@ -59,8 +60,9 @@ struct BasicArgs {
     template <typename T> DEVICE T *row_of_dz(int row) const {
         return reinterpret_cast<T *>(dz + row * dz_step);
     }
-    /* Finding, loading and checking are three functions, so that the load can be in flight during other
-     * work. Finding may take a division: it comes before loads whose results a call would have to save. */
+    /* A label takes three functions: label_at finds it, load_label loads it, class_of checks it. So the load can
+     * be in flight during other work. Finding it may take a division, which is a function call: it should come
+     * before other loads, whose results the call would have to save. */
     DEVICE int label_at(int row) const {
         return row;
     }
@@ -76,11 +78,11 @@ struct BasicArgs {
                : static_cast<uint64_t>(label) >= classes ? static_cast<int>(OUT_OF_RANGE)
                                                          : static_cast<int>(label);
     }
-    /* Of a row with this label: from class_of. The call has class weights. */
+    /* The weight of a row with this label (from class_of), in a call with class weights. */
     DEVICE float class_weight_of(int label) const {
         return label >= 0 ? class_weight[label * class_stride] : label == IGNORED ? 0.0f : 1.0f;
     }
-    /* The same in any call. A branch that all threads take alike is faster than a weight of 1. */
+    /* The same in any call. All threads take the same branch: that is faster than to multiply by weights of 1. */
     DEVICE double weight_of(int label) const {
         return weighs ? class_weight_of(label) : label != IGNORED;
     }
@@ -92,8 +94,9 @@ struct BasicArgs {
     __host__ DEVICE bool weighs_smoothing() const {
         return smooths && weighs;
     }
-    /* The loss of a row whose label has this negative logarithm of its probability, times its weight. `total`: the
-     * sum of the row's logits, each times its weight. weight_sum: of all classes. See results_of. */
+    /* The loss of a row with label smoothing. `nll`: the negative logarithm of the label's probability, times its
+     * weight. `total`: the sum of the row's logits, each times its class weight. weight_sum: the sum of the weights of
+     * all classes. See results_of in loss.cuh. */
     DEVICE double smoothed(double nll, float max, double log_sum, float total, double weight_sum) const {
         return label_share * nll + spread * ((max * weight_sum - total) + log_sum * weight_sum);
     }
@@ -140,7 +143,7 @@ struct BasicArgs {
                              const float *weight_sum = nullptr) const {
         return finish_row_at(row, row, label, s, z_label, total, weight_sum);
     }
-    /* lse_at, loss_at: where lse and row_loss have the row. */
+    /* lse_at, loss_at: the index of the row in lse and in row_loss. */
     DEVICE double finish_row_at(int64_t lse_at, int64_t loss_at, int label, RowStats s, float z_label,
                                 const float *total = nullptr, const float *weight_sum = nullptr) const {
         double value, log_sum_exp;
@@ -173,7 +176,8 @@ struct BasicArgs {
             *static_cast<volatile int *>(bad_labels) = 1;
     }
 
-    /* `factor`: see factor(). */
+    /* The gradient of a row: of one that is ignored or has a label out of range; from lse; from its statistics.
+     * `factor`: factor(), times the weight of the row. */
     DEVICE BasicGradient gradient_of_skipped(int label) const {
         return {label == IGNORED ? 0.0f : NAN, 0.0f, 0.0f, label};
     }
@@ -188,8 +192,9 @@ struct BasicArgs {
     }
 };
 
-/* Batch-invariant calls: rows are anywhere. A row alone always is evenly spaced; with these arguments it
- * goes through the same kernel as among others that are not. */
+/* For batch-invariant calls in which rows, or the per-row tensors, have any strides. Compiled for these
+ * arguments, kernels do the same arithmetic. So a row alone, which is evenly spaced, gets the same bits as
+ * among rows that are not. */
 struct SpacedArgs : BasicArgs {
     Rows z_rows, dz_rows, label_rows, lse_rows, row_loss_rows;
 
@@ -225,7 +230,7 @@ struct SpacedArgs : BasicArgs {
 
 /* The sum of weight_of over rows first, first + step, ... U: BasicArgs or SpacedArgs. */
 template <class U> DEVICE double add_weights(const U &u, int64_t first, int64_t step) {
-    constexpr int AT_ONCE = 8; /* labels in flight, and then weights: left to itself, the compiler waits for each */
+    constexpr int AT_ONCE = 8; /* labels in flight, then weights: the compiler alone would wait for each */
     double sum = 0.0;
 #pragma unroll 1
     for (; first < u.rows; first += AT_ONCE * step) {
@@ -261,7 +266,7 @@ DEVICE void add_up_blocks(const BasicArgs &u, const double2 *block_losses, unsig
         u.write_loss(sum.x, sum.y);
 }
 
-/* The same from `sum`, the loss of a thread's rows and their number. */
+/* The same from `sum`: the loss and the weight of a thread's rows. */
 template <int THREADS> DEVICE void add_up_threads(const BasicArgs &u, double2 sum) {
     double2 *const block_losses = reinterpret_cast<double2 *>(u.losses);
     sum = block_sum(sum);
@@ -270,7 +275,7 @@ template <int THREADS> DEVICE void add_up_threads(const BasicArgs &u, double2 su
     add_up_blocks(u, block_losses, THREADS);
 }
 
-/* Label smoothing: dz is less by `spread` in every column, and by more at the label. */
+/* Label smoothing: what is subtracted from dz, `target` at the label and `spread` in all other columns. */
 struct BasicSpread {
     float spread, target;
 
@@ -278,12 +283,12 @@ struct BasicSpread {
     }
     DEVICE BasicSpread(float of_all, float at_label) : spread(of_all), target(at_label) {
     }
-    /* `factor`: of the row's gradient. */
+    /* `factor`: as in gradient_from_lse. */
     DEVICE BasicSpread(const BasicArgs &u, double factor)
         : spread(u.smooths ? static_cast<float>(factor * u.spread) : 0.0f),
           target(static_cast<float>(u.smooths ? factor * (u.label_share + u.spread) : factor)) {
     }
-    /* If label smoothing is weighted: by `weight` at the label. */
+    /* If label smoothing is weighted by class. `weight`: that of the label. */
     DEVICE BasicSpread(const BasicArgs &u, double factor, float weight)
         : spread(static_cast<float>(factor * u.spread)),
           target(static_cast<float>(factor * (u.label_share + u.spread) * weight)) {
@@ -299,8 +304,8 @@ struct BasicSpread {
     }
 };
 
-/* Writes the gradient of packs first, first + step, ... of a row of `packs` packs. `mine`: this
- * thread also writes the label's column, whose logit is z_label, once more. */
+/* Writes the gradient of packs first, first + step, ... of a row of `packs` packs. `mine`: one of them has
+ * the label's column. The thread then writes that column once more, from its logit z_label. */
 template <typename T, int COUNT>
 DEVICE void write_packs(T *dz, const Pack<T, WIDE<T>> (&pack)[COUNT], int first, int step, int packs,
                         const BasicGradient &g, const BasicSpread &spread, float z_label, bool mine) {
@@ -334,18 +339,19 @@ inline bool contiguous_or_missing(const rafter_view &view) {
     return !view.data || (view.ndim == 1 && (view.stride[0] == 1 || view.shape[0] == 1));
 }
 
-/* The same number for all rows. */
+/* Whether all rows have the same number in memory. */
 inline bool is_one_number(const rafter_view &view) {
     return view.ndim == 1 && view.stride[0] == 0;
 }
 
+/* Whether rows are evenly spaced and consist of whole, aligned packs. */
 inline bool rows_of_packs(const rafter_view &view) {
     const int64_t bytes = rafter_dtype_bytes(view.dtype);
     return view.ndim == 2 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.shape[1] * bytes % 16 == 0 &&
            (view.stride[0] * bytes % 16 == 0 || view.shape[0] == 1);
 }
 
-/* Options that some basic kernels know. */
+/* Options that a basic kernel knows. */
 struct BasicOptions {
     bool smoothing;     /* label smoothing */
     bool class_weights; /* unless there is label smoothing too */
@@ -372,7 +378,7 @@ inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_c
     if ((smooths && !known.smoothing) || (weights && !known.class_weights) || (weights && smooths && !known.both) ||
         (more && !known.all) || l.row_weight.data)
         return "the call has options that the kernel does not know";
-    if (weights && l.zero_if_all_ignored) /* the kernels do not count the rows, too */
+    if (weights && l.zero_if_all_ignored) /* the kernels add up weights, and do not also count rows */
         return "the loss is 0 if all rows are ignored, and there are class weights";
     if (l.logprob.data || l.entropy.data || l.argmax.data)
         return "logprob, entropy or argmax is wanted";
@@ -384,8 +390,8 @@ inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_c
     return p.classes > 1 << 30 ? "it counts columns in 31 bits" : NULL;
 }
 
-/* The rows that a kernel takes: whole, aligned packs; or any contiguous and evenly spaced ones. The latter makes no
- * difference in batch-invariant calls. */
+/* The rows that a kernel takes: whole, aligned packs; or any contiguous and evenly spaced rows. In batch-invariant
+ * calls both mean whole, aligned packs. */
 enum BasicRows { WHOLE_PACKS, ANY_ROWS };
 
 /* NULL if the call is basic, with any number of rows, else the reason. */
@@ -410,8 +416,8 @@ inline const char *why_not_basic_options(const Problem &p, const cross_entropy_c
                : NULL;
 }
 
-/* The same for kernels in which every block counts all labels. There may be many rows only if they have at least
- * many_from bytes: then another kernel counts. */
+/* The same for kernels in which every block counts all labels. Rows may be many (are_many) only if each has at least
+ * many_from bytes: then another kernel counts the labels. */
 inline const char *why_not_basic(const Problem &p, const cross_entropy_call &call, BasicOptions known = {},
                                  BasicRows rows = WHOLE_PACKS, int64_t many_from = INT64_MAX) {
     if (are_many(p.rows) && !p.invariant && p.row_bytes < many_from)
@@ -433,7 +439,7 @@ template <typename F> void for_bool(bool value, F f) {
         f(std::false_type());
 }
 
-/* Reduction none: the loss of each row, as row_loss. */
+/* Reduction none: writes the loss of each row as if it were row_loss. */
 inline void write_each_loss(BasicArgs *args, const cross_entropy_call &call) {
     if (call.loss.reduction == RAFTER_NONE) {
         args->row_loss = args->loss;
@@ -441,7 +447,7 @@ inline void write_each_loss(BasicArgs *args, const cross_entropy_call &call) {
     }
 }
 
-/* All but `losses`. */
+/* All arguments but `losses`, which is in the workspace. */
 inline BasicArgs basic_args(const rafter_cuda_state &device, const Problem &p, const cross_entropy_call &call) {
     const struct rafter_loss &l = call.loss;
     const int64_t element = rafter_dtype_bytes(call.logits.dtype);
@@ -472,8 +478,8 @@ inline BasicArgs basic_args(const rafter_cuda_state &device, const Problem &p, c
             l.class_weight.stride[0]};
 }
 
-/* Whether a call that wants batch invariance has to find its rows by SpacedArgs. If it has not, the kernels
- * with BasicArgs do the same arithmetic, and so give the same bits: only addresses are computed otherwise. */
+/* Whether a batch-invariant call needs SpacedArgs to find its rows. If not, kernels with BasicArgs do the same
+ * arithmetic, and so give the same bits: only addresses are computed otherwise. */
 inline bool is_spaced(const Problem &p, const cross_entropy_call &call) {
     const struct rafter_loss &l = call.loss;
     return p.invariant &&

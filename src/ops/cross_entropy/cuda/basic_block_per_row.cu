@@ -1,13 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Basic calls (basic.cuh), and rows at any alignment, forward without a gradient, also with label smoothing or class
- * weights: a block per row, or per part of a row if rows are few and long; then one block that adds up, or a few. */
+/*
+ * Forward without a gradient, of basic calls (basic.cuh) with contiguous rows at any alignment, also with label
+ * smoothing or class weights. A block takes a row, or a part of a row if rows are few and long. Then one block, or a
+ * few, add up the losses.
+ */
 #include "cuda/block_span.cuh"
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
 
 namespace {
 
 constexpr int MOST_THREADS = 512;
-/* Rows that are not whole packs, in bytes: the shortest ones, and from where on there may be many of them. */
+/* Rows that are not whole packs have at least LEAST_BYTES if they are few: at most FEW_SHORT_ROWS of up to SHORT_ROW
+ * bytes, SCANNED_ROWS of longer ones. Else they have LONG_ROW bytes, or LONG_SMOOTHED_ROW with label smoothing. */
 constexpr int64_t LEAST_BYTES = 512, SHORT_ROW = 2 << 10, LONG_ROW = 4 << 10, LONG_SMOOTHED_ROW = 6 << 10,
                   FEW_SHORT_ROWS = 2048;
 
@@ -37,7 +41,7 @@ __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_co
         u.losses[row] = u.finish_row(row, label, s, z_label, SMOOTHS ? &total : nullptr);
 }
 
-/* `parts` blocks per row; all parts but the last have `part` elements. The last block of a row to end merges
+/* `parts` blocks per row; all parts but the last have `part` elements. The last block of a row to finish merges
  * the parts, in order. */
 template <typename T, bool WHOLE>
 __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_part(const __grid_constant__ BasicArgs u, unsigned parts,

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Calls without options, or with label smoothing, class weights or both, whose rows are short and lie side by
- * side, as in segmentation: a thread takes four rows (cuda/column_packs.cuh). Forward: one kernel. Backward: one that
- * writes the factor of all gradients, then the gradients.
+ * Short rows that lie side by side, as in segmentation, without options or with label smoothing, class weights or both
+ * (option_columns.cu takes other options): a thread takes four rows (cuda/column_packs.cuh). Forward: one kernel.
+ * Backward: a kernel that writes the factor of all gradients, then one that writes the gradients.
  */
 #include "ops/cross_entropy/cuda/basic_factor.cuh"
 #include "ops/cross_entropy/cuda/four_rows.cuh"
@@ -11,18 +11,19 @@ namespace {
 
 constexpr int THREADS = 256; /* of a block, forward */
 constexpr int GRADIENT_BLOCK = 128;
-/* Blocks per multiprocessor, for threads that load so many elements of a row at once. */
+/* Forward blocks per multiprocessor. `steps`: elements of a row that a thread loads at once. */
 constexpr int per_sm(bool loose, int steps) {
     return steps <= 2 || loose ? 4 : 3;
 }
-/* Elements of a loose row that a forward thread loads at once, of `steps` usually. */
+/* Elements of a row that a forward thread loads at once: `steps`; of loose rows at most 4. */
 constexpr int loss_steps(bool loose, int steps) {
     return loose && steps > 4 ? 4 : steps;
 }
+/* Backward blocks per multiprocessor. */
 template <typename T, bool LOOSE, bool LATE> constexpr int GRADIENT_BLOCKS = LOOSE ? 4 : !LATE || !NARROW<T> ? 5 : 6;
 constexpr int SHORT_ROW = 16; /* classes */
 
-/* What a kernel knows: no options; label smoothing or class weights; also both. */
+/* The options that a kernel knows: none; label smoothing or class weights; also both at once. */
 enum ColumnOptions { NONE, ONE, BOTH };
 
 /* Kernel arguments. */
@@ -31,10 +32,10 @@ struct ColumnArgs {
     ColumnPacks columns;
     float *row_losses;        /* reduction none: the loss of each row; NULL: not wanted */
     const float *row_dlosses; /* reduction none: dloss of each row; NULL: 1 */
-    bool one_dloss;           /* the same for all rows */
+    bool one_dloss;           /* dloss is one number for all rows */
 };
 
-/* z_label of the labels among elements l, l + 1, ... */
+/* Sets z_label of the rows whose label is among elements l, l + 1, ..., which are in `packs`. */
 template <typename T, int STEPS>
 DEVICE void look_for_labels(float (&z_label)[COLUMNS], const Pack<T, COLUMNS> (&packs)[STEPS],
                             const int (&label)[COLUMNS], int l) {
@@ -46,11 +47,11 @@ DEVICE void look_for_labels(float (&z_label)[COLUMNS], const Pack<T, COLUMNS> (&
                 z_label[j] = to_float(packs[k].v[j]);
 }
 
-/* Of elements of classes in calls with label smoothing. */
+/* The weight of a class in label smoothing. */
 template <ColumnOptions OPTIONS> DEVICE float smoothing_weight(const BasicArgs &u, int class_number) {
     return OPTIONS == BOTH && u.weighs ? u.class_weight[class_number * u.class_stride] : 1.0f;
 }
-/* Adds elements l, l + 1, ... of each row, times their weights. */
+/* Adds elements l, l + 1, ... of each row, times their weights, to `total`. */
 template <ColumnOptions OPTIONS, typename T, int STEPS>
 DEVICE void add_logits(float (&total)[COLUMNS], const Pack<T, COLUMNS> (&packs)[STEPS], int l, const BasicArgs &u) {
 #pragma unroll
@@ -69,8 +70,8 @@ DEVICE float sum_of_weights(const BasicArgs &u) {
     return sum;
 }
 
-/* Writes the outputs of four rows and adds their losses and their weights to `sum`. total: of the logits of each
- * row, if there is label smoothing. OPTIONS: the call has it, or class weights. */
+/* Writes the outputs of four rows and adds their losses and their weights to `sum`. `total`, weight_sum: see
+ * BasicArgs::smoothed; read only if there is label smoothing. */
 template <ColumnOptions OPTIONS, typename T, bool LOOSE>
 DEVICE void finish_rows(const ColumnArgs &a, const PlacedColumns<T, LOOSE> &place, const int (&label)[COLUMNS],
                         const RowStats (&s)[COLUMNS], const float (&z_label)[COLUMNS], const float (&total)[COLUMNS],
@@ -172,7 +173,7 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, GRADIENT_BLOCKS<T, LOOSE, LATE>) vo
         place.load(packs, from, to);
     }
     float at_label[COLUMNS] = {}; /* the logit, then the gradient */
-    if constexpr (LATE) /* before it may be overwritten; all of these loads are issued before the first is used */
+    if constexpr (LATE)           /* before dz may overwrite it; all these loads are issued before one is used */
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
             if (label[j] >= from && label[j] < to)
@@ -280,7 +281,7 @@ struct BasicColumns {
         if (each)
             args.basic.loss = nullptr;
         if (each && !args.one_dloss)
-            args.basic.dloss = nullptr; /* write_factor leaves it to the rows */
+            args.basic.dloss = nullptr; /* not for write_factor: each row has its own */
         plan->forward = p.forward;
         plan->blocks =
             p.forward

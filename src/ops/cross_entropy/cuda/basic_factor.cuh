@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The kernel before gradients of basic calls (basic.cuh) with any number of rows, which writes their common
- * factor; and the workspace of such calls. */
+/* For basic calls (basic.cuh) with any number of rows: the kernel that computes the factor that all gradients
+ * share, before the kernel that writes the gradients; and the workspace of such calls. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_BASIC_FACTOR_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_BASIC_FACTOR_CUH
 
@@ -12,8 +12,8 @@ constexpr int COUNT_BLOCKS = 256, COUNT_THREADS = 512; /* blocks: at most */
 static_assert(COUNT_BLOCKS <= COUNT_THREADS, "one block adds up the sums of all");
 
 /* Writes the factor of all gradients: dloss over the denominator. With more than one block it adds up the
- * weights of the rows, or counts those that are not ignored; the last block to finish adds up the sums. One
- * block: the denominator is not such a sum. U: BasicArgs or SpacedArgs. */
+ * weights of the rows, or counts those that are not ignored; the last block to finish adds up the sums. With
+ * one block the denominator is no such sum. U: BasicArgs or SpacedArgs. */
 template <class U>
 __global__ __launch_bounds__(COUNT_THREADS) void write_factor(const __grid_constant__ U u, double *sums,
                                                               double *factor) {
@@ -38,7 +38,7 @@ inline int64_t count_blocks(const BasicArgs &u) {
     return !u.needs_totals() ? 1 : u.rows >= 1 << 22 ? COUNT_BLOCKS : COUNT_BLOCKS / 2;
 }
 
-/* What these calls have in the workspace: a loss for each block, and what write_factor writes. */
+/* What these calls have in the workspace: loss and weight of each block, and what write_factor writes. */
 struct BasicWorkspace {
     size_t losses, sums, factor; /* offsets */
 

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Basic calls (basic.cuh), and rows at any alignment, also with label smoothing or class weights, backward with lse
- * from forward: a thread per row computes coefficients, then short blocks of 4 KB of a row each write the gradient.
+ * Backward with lse from forward, of basic calls (basic.cuh) with contiguous rows at any alignment, also with label
+ * smoothing or class weights. A thread per row computes coefficients. Then short blocks, each of which takes 4 KB of a
+ * row, write the gradient.
  */
 #include "cuda/pack_anywhere.cuh"
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
 
 namespace {
 
-/* A thread per row. The whole warp reads the rows whose lse is not accurate enough. known_factor: NULL, if
- * every block is to compute it. U: BasicArgs or SpacedArgs. */
+/* A thread per row. The whole warp reads the rows whose lse is not accurate enough. known_factor: NULL if
+ * every block computes it. U: BasicArgs or SpacedArgs. */
 template <typename T, class U>
 __global__ __launch_bounds__(ROW_THREADS) void coefficients(const __grid_constant__ U u, const double *known_factor,
                                                             BasicGradient *row_gradients) {
@@ -39,11 +40,12 @@ __global__ __launch_bounds__(ROW_THREADS) void coefficients(const __grid_constan
     }
 }
 
-/* Where rows begin: all are whole aligned packs; anywhere, but dlogits is aligned as logits; anywhere. */
+/* The alignment of rows. WHOLE: whole aligned packs. ALIKE: rows begin anywhere, but a row has the same offset from a
+ * multiple of 16 bytes in logits and in dlogits. ANY: anywhere in both. */
 enum RowAlignment { WHOLE, ALIKE, ANY };
 
-/* A block per part of a row. It is cut into packs that are aligned in dz; the first threads of a row also take the
- * edges, less than a pack on either side. */
+/* A block takes a part of a row. The row is cut into packs that are aligned in dz; the first threads of a row also take
+ * the edges, less than a pack on either side. */
 template <typename T, RowAlignment ALIGNMENT, class U>
 __global__ __launch_bounds__(GRADIENT_THREADS,
                              1536 / GRADIENT_THREADS) void gradients(const __grid_constant__ U u, const Divisor parts,
@@ -93,12 +95,12 @@ __global__ __launch_bounds__(GRADIENT_THREADS,
             const float d = g.label < 0 ? g.c : spread.of(z_edge, ScaledExp<T>(g.c, g.pivot, 1.0f));
             dz[edge - head] = from_float<T>(g.label == edge ? spread.at_label(z_edge, g) : d);
         }
-    const int label = g.label - head;                 /* from the first pack on */
+    const int label = g.label - head;                 /* relative to the first pack */
     const unsigned own = unsigned(label) / N - first; /* a multiple of THREADS if this thread has the label's pack */
     const bool mine = g.label >= 0 && label >= 0 && label < packs * N && own < THREADS * PACKS && own % THREADS == 0;
     const float z_label = mine ? to_float(z[label]) : 0.0f;
     if (g.label >= 0)
-        g.label = label >= 0 ? label : 0; /* if it is an edge, `mine` is false */
+        g.label = label >= 0 ? label : 0; /* if the label is an edge, `mine` is false */
     write_packs(dz, pack, first, THREADS, packs, g, spread, z_label, mine);
 }
 
@@ -113,7 +115,8 @@ struct BasicFromLse {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
-        /* Of rows that are not whole packs. Many rows: dlogits aligned as logits, or not. docs/perf/cross_entropy.md */
+        /* The shortest rows that are not whole packs, in bytes: if they are few; if they are many, with dlogits
+         * aligned like logits; and if it is not. docs/perf/cross_entropy.md */
         constexpr int64_t LEAST_BYTES = 1000, LEAST_OF_MANY = 1600, LEAST_SHIFTED = 2400;
         const int64_t least = !are_many(p.rows) ? LEAST_BYTES : p.strided ? LEAST_SHIFTED : LEAST_OF_MANY;
         if (!p.whole_packs && p.row_bytes < least)

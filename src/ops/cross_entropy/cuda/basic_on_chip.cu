@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Basic calls (basic.cuh) that need statistics and gradient: a block per row, which keeps the row
- * in shared memory and registers and so reads it once. One block before computes the factor of all
- * gradients, one block after adds up the loss.
+ * Basic calls (basic.cuh) that need statistics and gradient: a block per row, which keeps the row in
+ * shared memory and registers and so reads it once. A kernel before it computes the factor of all
+ * gradients, a kernel after it adds up the losses.
  */
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
 #include "ops/cross_entropy/cuda/on_chip.cuh"
 
 namespace {
 
-/* The lean copy of on_chip in on_chip.cu. */
+/* As on_chip in on_chip.cu, with fewer parameters and instructions. */
 template <typename T, class Shape, class U>
 __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const __grid_constant__ U u,
                                                                          const double *factor) {
@@ -27,7 +27,7 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
     /* Pack i is in slots[i]. Each slot has one thread, which waits only for its own copies. */
     Pack<T, N> *const slots = reinterpret_cast<Pack<T, N> *>(slot_memory) - OWN * THREADS;
     const int first = OWN * THREADS + thread;
-    /* Below this, all threads have whole groups: no bounds to check. */
+    /* Packs before this one are in groups of which all threads have all packs: no bounds to check. */
     const int whole = packs < OWN * THREADS ? 0 : packs - (packs - OWN * THREADS) % STEP;
     int groups = 0;
     const auto fetch = [&] {
@@ -42,7 +42,7 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
             copy_async<T, N>(slots + i, z + i * N);
         copy_commit();
     };
-    if (Shape::PER_SM == 1) /* alone on its SM: no other block works while it waits for the label */
+    if (Shape::PER_SM == 1) /* alone on its SM: does not wait for the label, as no other block would work meanwhile */
         fetch();
     start_next_kernel();
     const int label = u.class_of(loaded);
@@ -102,7 +102,7 @@ struct BasicOnChip {
         BasicTotals totals;
     };
 
-    /* The order of the kernels in launch. */
+    /* The shapes are in the order of the kernels in launch_with. */
     static bool find(const rafter_cuda_state &device, const Problem &p, Fit *fit) {
         return find_shape<SixPerSm, ThreePerSm, TwoPerSm, OnePerSm>(device, p.row_packs(), true, fit);
     }

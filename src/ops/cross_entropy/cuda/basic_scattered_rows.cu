@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Rows of up to 32 classes in any layout, and any number of them, gradients of up to 16: a thread takes a row
- * (scattered_rows of cuda/tiny_rows.cuh). Options, outputs and kernels as in basic_tiny_rows.cu.
+ * Any number of rows of up to 32 classes (gradients: up to 16) in any layout: a thread takes a row (scattered_rows of
+ * cuda/tiny_rows.cuh). Options, outputs and kernels are those of basic_tiny_rows.cu.
  */
 #include "ops/cross_entropy/cuda/basic_factor.cuh"
 #include "ops/cross_entropy/cuda/tiny_ops.cuh"
@@ -25,7 +25,7 @@ __global__ __launch_bounds__(TINY_THREADS, PER_SM) void scattered_losses(const _
         add_up_threads<TINY_THREADS>(a.basic, op.sum);
 }
 
-/* Every block counts the labels, unless a kernel before this one has written the factor. */
+/* Op, but every block counts the labels, unless a kernel before this one has written the factor. */
 template <class Op> struct WithFactor : Op {
     DEVICE explicit WithFactor(const ScatteredArgs &args) : Op{args} {
     }

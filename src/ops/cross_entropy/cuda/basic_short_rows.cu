@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Basic calls (basic.cuh) with any number of rows of up to 128 packs, and many rows with label smoothing or class
- * weights: several rows per warp. Gradients of shorter rows with any options: option_rows.cuh.
+ * Basic calls (basic.cuh) with any number of rows of up to 128 packs, also with label smoothing or class weights:
+ * several rows per warp. Gradients of shorter rows with more options take the kernel in option_rows.cuh.
  *
  * A warp takes 32 rows, or a part of them. LANES lanes share a row, so that 32 / LANES rows are computed at a
  * time, in LANES steps. Each lane owns one of the 32 rows: it loads the label and finishes the row. The
@@ -165,7 +165,7 @@ struct BasicShortRows {
         return plan->workspace.place(p.forward && args.loss ? plan->blocks : 0, p.gradient);
     }
 
-    /* As for_lanes_and_packs, and for rows of up to 128 packs. */
+    /* As for_lanes_and_packs, but for rows of up to 128 packs. */
     template <typename F> static void for_shape(int packs, F f) {
         packs <= 64 ? for_lanes_and_packs(packs, f)
                     : f(std::integral_constant<int, WARP>(), std::integral_constant<int, 4>());

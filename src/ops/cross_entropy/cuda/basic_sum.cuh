@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels of one block or a few, for basic calls: the factor of all gradients, and the sum of losses, one per row
- * in the workspace. */
+/* For basic calls that have one loss per row in the workspace: kernels of one block or a few that compute the factor of
+ * all gradients, and that add up the losses. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_BASIC_SUM_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_BASIC_SUM_CUH
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int ONE_BLOCK = 512; /* threads of a kernel of one block */
 
-/* U: BasicArgs or SpacedArgs. */
+/* Writes the factor of all gradients: one block. U: BasicArgs or SpacedArgs. */
 template <class U>
 __global__ __launch_bounds__(ONE_BLOCK) void compute_factor(const __grid_constant__ U u, double *factor) {
     wait_for_inputs();
@@ -22,8 +22,8 @@ __global__ __launch_bounds__(ONE_BLOCK) void compute_factor(const __grid_constan
         *factor = value;
 }
 
-/* Writes the loss of all rows. With more than one block, each adds up some rows, and the last one to end adds up
- * `sums`, of loss and count. U: BasicArgs or SpacedArgs. */
+/* Writes the loss of all rows. With more than one block, each adds up some rows, and the last one to finish adds up
+ * `sums`: loss and weight of each block. U: BasicArgs or SpacedArgs. */
 template <class U> __global__ __launch_bounds__(ONE_BLOCK) void sum_losses(const __grid_constant__ U u, double2 *sums) {
     constexpr int AT_ONCE = 8;
     const int64_t step = int64_t(ONE_BLOCK) * gridDim.x;
@@ -52,6 +52,7 @@ template <class U> __global__ __launch_bounds__(ONE_BLOCK) void sum_losses(const
     if (threadIdx.x == 0)
         u.write_loss(sum.x, sum.y);
 }
+
 /* Enqueues the kernels that compute the factor of all gradients and the loss of all rows, with more than one block
  * if there are many rows. */
 struct BasicTotals {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Many rows of 2 to 32 classes that follow each other (cuda/tiny_rows.cuh), with any options but row weights, and
- * without outputs that few calls want. Forward: one kernel. Backward: one that writes the factor of all gradients,
- * then the gradients.
+ * without the outputs logprob, entropy and argmax: a thread takes a row. Forward: one kernel. Backward: a kernel that
+ * writes the factor of all gradients, then one that writes the gradients.
  */
 #include "ops/cross_entropy/cuda/basic_factor.cuh"
 #include "ops/cross_entropy/cuda/tiny_ops.cuh"
@@ -12,7 +12,7 @@ namespace {
 constexpr int PER_SM = 4;          /* blocks */
 constexpr int ROWS_AT_ONCE = 4;    /* of a thread, at most */
 constexpr int ROWS_OF_OPTIONS = 2; /* the same in calls with many options */
-/* Blocks of such calls' gradients: they need more registers. */
+/* Blocks per multiprocessor for gradients of such calls, which need more registers. */
 constexpr int options_per_sm(int count) {
     return count > 16 ? 3 : 4;
 }
@@ -22,7 +22,7 @@ struct TinyArgs : OptionArgs {
     TinyRows tiny;
 };
 
-/* Any options. */
+/* Many options: see has_many_options. */
 template <typename T, int COUNT, int ROWS>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void options_losses(const __grid_constant__ TinyArgs a) {
     wait_for_inputs();

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Basic calls (basic.cuh) whose rows fit into the registers of one warp: one kernel, a warp per
- * row, for forward, backward and both; forward or backward also with label smoothing, and all of them with
- * class weights; forward or backward with both.
+ * Basic calls (basic.cuh) whose rows fit into the registers of one warp: one kernel, a warp per row, for
+ * forward, for backward, and for loss and gradient at once. Also with class weights; forward or backward
+ * alone also with label smoothing, and with both.
  */
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
 
 namespace {
 
-/* The threads of a block have written loss and count of the block's rows to `row_losses`. The last
- * block to finish writes the loss of all rows. Called by all threads. */
+/* Threads of the block have written loss and weight of its rows to `row_losses`. The last block to
+ * finish writes the loss of all rows. Called by all threads. */
 template <int ROWS> DEVICE void add_up_rows(const BasicArgs &u, const double2 (&row_losses)[ROWS]) {
     double2 *const block_losses = reinterpret_cast<double2 *>(u.losses);
     __syncthreads();
@@ -23,8 +23,8 @@ template <int ROWS> DEVICE void add_up_rows(const BasicArgs &u, const double2 (&
     add_up_blocks(u, block_losses, blockDim.x);
 }
 
-/* What a kernel does about label smoothing: nothing, unless a gradient can do it at no cost; add up the logits in
- * forward; weight it by class, in forward or backward. */
+/* How a kernel handles label smoothing. NO_SMOOTHING: not in forward; in gradients, where it costs nothing. SMOOTHING:
+ * in forward, which adds up the logits. WEIGHTED_SMOOTHING: weighted by class, in forward or backward. */
 enum Smoothing { NO_SMOOTHING, SMOOTHING, WEIGHTED_SMOOTHING };
 
 /* Calls f(k, j, weight) for the elements j of a lane's packs k, of a row of `packs` packs. */
@@ -37,7 +37,7 @@ template <int PACKS, int N, typename F> DEVICE void for_class_weights(const Basi
                 f(k, j, u.class_weight[((lane + k * WARP) * N + j) * u.class_stride]);
 }
 
-/* PACKS: packs per lane. known_factor: NULL, if every block is to compute it. U: BasicArgs or SpacedArgs. */
+/* PACKS: packs per lane. known_factor: NULL if every block computes it. U: BasicArgs or SpacedArgs. */
 template <typename T, int PACKS, bool FORWARD, bool GRADIENT, Smoothing SMOOTHS, class U>
 __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constant__ U u, const double *known_factor) {
     if (!known_factor)

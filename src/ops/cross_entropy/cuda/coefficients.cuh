@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The kernel that turns lse into coefficients of gradients: of from_lse.cu and tiles.cu. */
+/* For from_lse.cu and tiles.cu: the kernel that computes the coefficients of gradients from lse. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_COEFFICIENTS_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_COEFFICIENTS_CUH
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The gradient of rows that are not contiguous (cuda/slab_columns.cuh), from coefficients of all rows,
- * and the kernel that turns lse into those: of tiles.cu. */
+/* For tiles.cu: the gradient of rows that are not contiguous (cuda/slab_columns.cuh) from coefficients of all
+ * rows, and the kernel that computes these from lse. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_COLUMN_GRADIENTS_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_COLUMN_GRADIENTS_CUH
 
@@ -9,11 +9,11 @@
 
 namespace {
 
-/* What the gradient needs of each row. Not the label's logit: a kernel that fetched it would read 32 bytes
- * for each row, and the gradient has it anyway. */
+/* What the gradient needs to know of each row. Not the gradient at the label, which takes the label's logit: to
+ * fetch that would read 32 bytes per row, and the kernel that writes the gradient loads it anyway. */
 struct ColumnCoefficients {
-    float4 *rows; /* pivot, shift and factor of ScaledExp; minus the spread of RowGradient */
-    int *labels;  /* -1: all elements are minus the spread */
+    float4 *rows; /* x, y, z: pivot, shift and factor of ScaledExp; w: minus the spread of RowGradient */
+    int *labels;  /* -1: the gradient is w in every column */
     float2 *ends; /* p and target of RowGradient: for the label only */
 
     static int64_t bytes(int64_t rows) {
@@ -121,7 +121,7 @@ template <typename T, int OPTIONS> struct LossColumns {
             const float d = end.x * expf(loss.scale * (v - exp[j].pivot)) - (end.y - minus_spread[j] * weight);
             return from_float<T>(OPTIONS == FULL && loss.softcap != 0.0f ? d * cap_slope(z, loss) : d);
         }
-        /* The gradients of elements `first` + skips of their rows. */
+        /* The gradients of a pack: element j is number first + skips.of(j) of its row. */
         DEVICE Pack<T, N> of(const LossColumns &op, const Pack<T, N> &pack, int first, const Skips &skips) const {
             const Loss &loss = op.a.call.loss;
             float z[N];
@@ -163,6 +163,7 @@ template <typename T, int OPTIONS> struct LossColumns {
     DEVICE const float2 *end(int64_t row) const {
         return a.coefficients.ends + row;
     }
+    /* In place of a ColumnThread, for Lines of one element. */
     struct OneRow {
         int64_t number;
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Small calls whose rows do not have adjacent elements, with any options but row weights: loss, or gradient, by one
- * kernel (cuda/few_columns.cuh). */
+/* Small calls whose rows do not have adjacent elements, with any options but row weights. One kernel computes the loss,
+ * or the gradient; several threads share a row (cuda/few_columns.cuh). */
 #include "cuda/few_columns.cuh"
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
 #include "ops/cross_entropy/cuda/row_sums.cuh"

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Small calls with options, or with rows at any alignment: loss, or gradient, by one kernel with few instructions
- * and a block per row or per part of it. The general kernels take several times the instructions, which are cold
- * when a kernel starts.
+ * Small calls with contiguous rows at any alignment and any options but row weights. One kernel computes the loss, or
+ * the gradient, with a block per row or, for gradients, per part of a row. It has few instructions. The general kernels
+ * have several times as many, and none is in a cache when a kernel starts.
  */
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
 #include "ops/cross_entropy/cuda/row_sums.cuh"
@@ -99,7 +99,7 @@ __global__ __launch_bounds__(THREADS) void few_gradients(const __grid_constant__
         return from_float<T>(gradient.of(j, label, x, softcapped(x, a.loss), weights, a.loss));
     };
     const AlignedSpan<T> span(dz, u.classes);
-    const T *const from = z + span.head; /* what belongs to the body of dz */
+    const T *const from = z + span.head; /* the logits of the body of dz */
     const bool aligned = reinterpret_cast<uintptr_t>(from) % 16 == 0;
     const int packs = static_cast<int>(span.packs), own = part * THREADS + static_cast<int>(threadIdx.x);
     for (int i = own; i < packs; i += parts * THREADS) {
@@ -161,7 +161,7 @@ struct FewRows {
         const Problem p(call);
         WorkspaceLayout layout;
         plan->args = option_args(device, p, call);
-        /* Blocks of a row may read all of it, and so must not overwrite it before others have. */
+        /* Every block of a row may read all of the row. In place, another block might have overwritten it. */
         const bool in_place = p.gradient && call.dlogits.data == call.logits.data;
         const int64_t most = ceil_div<int64_t>(p.row_packs(), THREADS);
         plan->parts = static_cast<int>(in_place ? 1 : max(min(ENOUGH_BLOCKS / p.rows, most), int64_t(1)));

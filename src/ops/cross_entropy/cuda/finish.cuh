@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The kernel that turns the statistics of rows into outputs: of on_chip.cu, two_pass.cu and invariant.cu;
- * and before it, the terms of gradients that need no statistics. */
+/* For on_chip.cu, two_pass.cu and invariant.cu, a thread per row: compute_terms, which computes before the rows
+ * are read what gradients need besides statistics; and finish, which turns statistics into outputs. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_FINISH_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_FINISH_CUH
 
@@ -47,11 +47,11 @@ DEVICE void gradient_in_float(const Loss &loss, const KnownTerms &known, const L
 
 /* How the threads of `finish` share rows. */
 struct RowLanes {
-    unsigned parts; /* of a row, whose statistics are merged */
+    unsigned parts; /* of a row */
     int shift;      /* 2^shift adjacent threads per row */
 
-    /* Few rows take one block: blocks that add up their losses take longer than a thread that merges
-     * several parts. */
+    /* Few rows take one block: to add up the losses of several blocks takes longer than to merge several parts
+     * per thread. */
     static RowLanes of(int64_t rows, int64_t parts) {
         RowLanes all = {static_cast<unsigned>(max(parts, int64_t(1))), 0};
         while (all.lanes() < parts && all.lanes() < WARP && 2 * all.lanes() * rows <= ROW_THREADS)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The numbers of four rows that a thread takes (cuda/column_packs.cuh): their labels, and whether others can be
- * accessed at once. */
+/* What kernels in which a thread takes four rows (cuda/column_packs.cuh) load and store besides the logits: labels,
+ * lse, losses and dloss. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_FOUR_ROWS_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_FOUR_ROWS_CUH
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-/* The classes of four rows. */
+/* The labels of four rows: loaded, then turned into classes. */
 template <typename T, bool LOOSE> struct FourLabels {
     int64_t loaded[COLUMNS];
 
@@ -36,7 +36,7 @@ template <typename T, bool LOOSE> struct FourLabels {
     }
 };
 
-/* Writes lse and the loss of four rows, where they are wanted. row_losses: NULL, or reduction none's. */
+/* Writes lse and the loss of four rows, where they are wanted. row_losses: the output of reduction none, or NULL. */
 template <typename T, bool LOOSE>
 DEVICE void put_four(const PlacedColumns<T, LOOSE> &place, const BasicArgs &u, float *row_losses,
                      const float (&loss)[COLUMNS], const float (&lse)[COLUMNS]) {
@@ -48,7 +48,7 @@ DEVICE void put_four(const PlacedColumns<T, LOOSE> &place, const BasicArgs &u, f
         place.store(row_losses + place.row, packed<float>(loss));
 }
 
-/* What gradients of four rows need: lse, INFINITY if it is not given, and dloss, 1 if it is not. */
+/* What gradients of four rows need: lse, or INFINITY if it is not given; and dloss, or 1. */
 struct FourUpstream {
     float lse[COLUMNS], dloss[COLUMNS];
 
@@ -62,12 +62,13 @@ struct FourUpstream {
     }
 };
 
-/* Whether four numbers of a tensor, one per row, can be accessed: at once, unless the rows are loose. */
+/* Whether a thread can access its four rows' numbers in a tensor of one number per row: as 16 aligned bytes, or one
+ * by one if the rows are loose. */
 inline bool in_fours(const rafter_view &view, bool loose) {
     return contiguous_or_missing(view) && (loose || reinterpret_cast<uintptr_t>(view.data) % 16 == 0);
 }
 
-/* Why the numbers of a call's rows are not for four at a time, or NULL. any_dloss: see why_not_options. */
+/* Why the tensors of one number per row cannot be accessed four at a time, or NULL. any_dloss: see why_not_options. */
 inline const char *why_not_in_fours(const Problem &p, const cross_entropy_call &call, bool loose,
                                     bool any_dloss = false) {
     const struct rafter_loss &l = call.loss;

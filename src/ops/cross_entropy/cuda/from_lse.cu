@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Backward with lse from forward, contiguous rows, any options: a thread per row computes
- * coefficients, then short blocks of 4 KB of a row each write the gradient.
+ * coefficients. Then short blocks, each of which takes 4 KB of a row, write the gradient.
  */
 #include "ops/cross_entropy/cuda/coefficients.cuh"
 #include "ops/cross_entropy/cuda/gradients.cuh"

@@ -23,7 +23,7 @@ struct Args {
     unsigned *counter;       /* 0 between kernels */
 };
 
-/* In a kernel that is the first of its call, unless `prepare` is. */
+/* Waits for the inputs in a kernel that is the first of its call, unless `prepare` ran before it. */
 DEVICE void wait_unless_prepared(const Args &c) {
     if (!c.loss.prepared)
         wait_for_inputs();
@@ -186,8 +186,8 @@ DEVICE bool adds_up(const Args &c) {
     return c.loss.loss.data && c.loss.reduction != RAFTER_NONE;
 }
 
-/* Adds up `shares`, which the first threads of as many blocks have; this block's is number `own`. The
- * last block to come writes the loss. Called by all threads. */
+/* Adds up the totals of `shares` blocks; thread 0 of this one has its totals in `all`, which are number
+ * `own`. The last block to arrive writes the loss. Called by all threads. */
 DEVICE void add_up_shares(const Args &c, Totals all, unsigned own, unsigned shares) {
     if (shares > 1) {
         if (threadIdx.x == 0)
@@ -206,12 +206,12 @@ DEVICE void add_up_shares(const Args &c, Totals all, unsigned own, unsigned shar
         write_loss(c.loss, all);
 }
 
-/* The same for all blocks of the kernel. */
+/* The same, if all blocks of the kernel have totals. */
 DEVICE void add_up_blocks(const Args &c, const Totals &all) {
     add_up_shares(c, all, blockIdx.x, gridDim.x);
 }
 
-/* Adds up the rows of all threads of all blocks. Called by all threads. */
+/* The same from the totals of each thread, if the loss is wanted. Called by all threads. */
 DEVICE void add_up(const Args &c, const Totals &mine) {
     if (adds_up(c))
         add_up_blocks(c, block_sum(mine));
@@ -225,7 +225,7 @@ static_assert(PREPARE_BLOCKS <= PREPARE_THREADS, "one block adds up the sums of 
 __host__ DEVICE bool prepares_totals(const Args &c) {
     return c.loss.needs_totals() && c.gradient;
 }
-/* More of them add up faster, but it takes longer until the last one has. */
+/* Blocks of `prepare`. More of them add up faster, but it takes longer until the last one has arrived. */
 inline int64_t prepare_blocks(const Args &c) {
     constexpr int64_t FEW = PREPARE_BLOCKS / 4;
     if (!prepares_totals(c))
@@ -233,8 +233,8 @@ inline int64_t prepare_blocks(const Args &c) {
     return c.loss.rows >= 1 << 20 ? int64_t(PREPARE_BLOCKS) : FEW;
 }
 
-/* As `count`, of calls with class weights, with 8 labels in flight, and then weights: left to itself, the compiler
- * waits for each. In kernels that rarely count, so many instructions would be in the way. */
+/* As `count` (loss.cuh), for calls with class weights: 8 labels are in flight, and then their weights; the compiler
+ * alone would wait for each. Only for `prepare`: kernels that rarely count should not have so many instructions. */
 DEVICE Totals count_weights(const Loss &loss, int64_t first, int64_t step) {
     constexpr int AT_ONCE = 8;
     Totals totals = {};
@@ -261,8 +261,9 @@ DEVICE Totals count_weights(const Loss &loss, int64_t first, int64_t step) {
     return totals;
 }
 
-/* Sums over all classes, and over labels if there are many. prepared[1 ...] get the sums of each
- * block; the last block to finish adds them up into prepared[0]. */
+/* The first kernel of a call that needs it: sums over the weights of all classes, and over the labels if there
+ * are many. prepared[1 ...] get the sums of each block; the last block to finish adds them up into
+ * prepared[0]. */
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Args c, Prepared *prepared) {
     wait_for_inputs();
     start_next_kernel();

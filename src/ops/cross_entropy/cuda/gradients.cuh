@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The kernel that writes gradients from coefficients: of from_lse.cu and two_pass.cu. */
+/* For from_lse.cu and two_pass.cu: the kernel that writes gradients from coefficients. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_GRADIENTS_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_GRADIENTS_CUH
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-/* `parts` blocks per row. */
+/* `parts` blocks per row, with GRADIENT_PACKS packs per thread. */
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(GRADIENT_THREADS,
                              OPTIONS == FULL ? 8 : 12) void gradients(const __grid_constant__ Args c,

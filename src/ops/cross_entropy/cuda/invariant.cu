@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Any layout and any options, batch invariant (cuda/indexed_rows.cuh), of rows that are not short, and of columns
- * if a gradient is wanted: a warp or a block per row, by the length of rows alone. If a gradient is wanted, the block keeps its row in shared memory, or reads
- * it a second time, usually from L1 or L2, if it is too long or strided; a kernel before it computes the
- * terms of the gradient that need no statistics, and in forward a kernel after it writes the outputs.
+ * Batch-invariant calls (cuda/indexed_rows.cuh) in any layout and with any options, whose rows are not short; columns
+ * only if a gradient is wanted. A warp or a block takes a row, by the length of rows alone.
+ *
+ * If a gradient is wanted, the block keeps its row in shared memory; or, if the row is too long or strided, reads it a
+ * second time, usually from L1 or L2. A kernel before computes the terms of the gradient that need no statistics. In
+ * forward, a kernel after writes the outputs.
  */
 #include "cuda/slot_sums.cuh"
 #include "ops/cross_entropy/cuda/finish.cuh"
@@ -29,6 +31,7 @@ DEVICE LossStats<FULL> full_stats(const IndexedRow<T, ALIGNED> &row, int thread,
     return g;
 }
 
+/* The sums of slot_sums.cuh as LossStats. */
 template <int OPTIONS> DEVICE LossStats<OPTIONS> stats_from(const RowSums &sums) {
     LossStats<OPTIONS> g = no_columns<OPTIONS>();
     g.s = sums.stats;
@@ -81,8 +84,8 @@ DEVICE void write_row_gradient(const RowWriter<OPTIONS, T> &writer, const Indexe
 /* Blocks per multiprocessor. */
 template <int OPTIONS> constexpr int STATISTICS_PER_SM = OPTIONS == FULL ? 3 : 4;
 
-/* Forward without a gradient: the statistics alone. Outputs are left to `finish`: with them, the kernel had
- * more registers, so that fewer rows were in flight, and every block ended with one thread's work. */
+/* Forward without a gradient: the statistics alone. `finish` writes the outputs: here they would take more
+ * registers, so that fewer rows were in flight, and every block would end with one thread's work. */
 template <typename T, int OPTIONS, bool ALIGNED>
 __global__ __launch_bounds__(SLOT_THREADS,
                              STATISTICS_PER_SM<OPTIONS>) void indexed_statistics(const __grid_constant__ Args c,
@@ -137,7 +140,7 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_gradients(const __
 template <typename T> struct StagedRow {
     static constexpr int N = WIDE<T>;
     const T *const z;
-    const int n, shift, all, whole; /* elements; granules; before which they end within the row */
+    const int n, shift, all, whole; /* elements; offset of the first; granules; those that end in the row */
     Pack<T, N> *const granules;
 
     DEVICE StagedRow(const T *row, int classes, void *memory)
@@ -156,7 +159,8 @@ template <typename T> struct StagedRow {
     DEVICE T *elements() const {
         return granules->v + shift;
     }
-    /* Starts to copy whole granules first, first + threads, ... in chunks of COUNT, a group of copies each. */
+    /* Starts to copy granules first, first + threads, ..., those that are whole, in chunks of COUNT per thread. A
+     * chunk is a group of copies. */
     template <int COUNT> DEVICE void fetch(int first, int threads, int chunks) const {
         for (int g = first, chunk = 0; chunk < chunks; chunk++, g += COUNT * threads) {
             const bool all_whole = g > 0 && g + (COUNT - 1) * threads < whole; /* spares most tests */
@@ -173,8 +177,8 @@ template <typename T> struct StagedRow {
             copy_commit();
         }
     }
-    /* One that is not whole, through registers: its loads are issued before those of other granules, or
-     * they would arrive after them. */
+    /* Loads a granule that is not whole into registers. These loads are issued before the copies of other
+     * granules, or they would arrive after them. */
     DEVICE Pack<T, N> load_part(int g) const {
         Pack<T, N> part;
 #pragma unroll
@@ -216,9 +220,9 @@ DEVICE void write_staged(const RowWriter<OPTIONS, T> &writer, const StagedRow<T>
     }
 }
 
-/* The statistics of a row whose `chunks` chunks are being copied, and one more group. FULL: every thread
- * takes packs, which are in two granules; so chunks begin one granule after the first. `pivot`: see SlotSums;
- * not for FULL. */
+/* The statistics of a row that is being copied: `chunks` chunks, and one more group of copies. FULL: threads
+ * take packs of the row, each of which lies in two granules; so chunks begin at the second granule. `pivot`: see
+ * SlotSums; not for FULL. */
 template <int OPTIONS, typename T, int COUNT>
 DEVICE LossStats<OPTIONS> staged_stats(const RowTeam &team, const StagedRow<T> &row, int chunks, float pivot,
                                        const Loss &loss) {
@@ -274,7 +278,7 @@ DEVICE LossStats<OPTIONS> staged_stats(const RowTeam &team, const StagedRow<T> &
     }
 }
 
-/* The same as indexed_gradients, with the same bits, for adjacent elements, dz aligned as z: the row is
+/* The same as indexed_gradients, with the same bits, for adjacent elements and dz aligned like z: the row is
  * read once, into shared memory. `alone`: the block has its multiprocessor to itself, so that no other one
  * works while it waits for the label. */
 template <typename T, int OPTIONS>
@@ -288,7 +292,7 @@ __global__ __launch_bounds__(INDEXED_THREADS,
     const int64_t at_row = blockIdx.x;
     const int thread = threadIdx.x, threads = blockDim.x;
     const StagedRow<T> row(c.z.at<const T>(at_row), static_cast<int>(loss.classes), memory);
-    /* What is waited for first is issued before the row's loads, or it would arrive after them. */
+    /* What is needed first is loaded before the row, or it would arrive after the row. */
     const int64_t loaded = loss.load_label(at_row);
     const int last = row.all - 1, of_last = max(last - FIRST, 0) & (threads - 1);
     Pack<T, N> head, tail;
@@ -336,7 +340,7 @@ struct Invariant {
         GeneralPlan general;
         RowTeam team;
         bool aligned;
-        int per_sm;          /* blocks of staged_gradients; 0: not used */
+        int per_sm;          /* blocks of staged_gradients per multiprocessor; 0: not used */
         size_t shared;       /* of each */
         size_t stats, terms; /* offsets in the workspace; stats: forward only; terms: if a gradient is wanted */
         int64_t row_blocks;
@@ -356,10 +360,11 @@ struct Invariant {
         return p.rows == 0 || p.classes == 0 ? "there are no rows or no classes" : NULL;
     }
 
-    /* With few threads for rows of so many bytes, a multiprocessor has more of them at a time. */
+    /* Rows of up to this many bytes take fewer threads, so that a multiprocessor has more rows at a time. */
     static constexpr int64_t MEDIUM_ROW = 32 << 10;
 
-    /* Blocks of staged_gradients that a multiprocessor holds, at most 2 of 512 threads. */
+    /* Blocks of staged_gradients that a multiprocessor holds, at most 2 of 512 threads; 0: it is not for the call.
+     * `shared`: bytes of dynamic shared memory of a block. */
     static int staged_blocks(const rafter_cuda_state &device, const Problem &p, const RowTeam &team, size_t *shared) {
         constexpr int64_t OWN = 4 << 10, RESERVED = 1 << 10; /* shared memory: static, and the system's */
         *shared = static_cast<size_t>(p.row_bytes / 16 + 2) * 16;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Loss and gradient at once, of short rows, and in batch-invariant calls of columns: the kernels that write losses,
- * then those that write gradients from lse. For rows of any alignment that is faster than a kernel that writes both.
+ * Loss and gradient at once, of short rows, and in batch-invariant calls also of columns: runs the variant that
+ * writes losses, then one that writes gradients from lse. For rows of any alignment that is faster than a kernel that
+ * writes both.
  */
 #include "ops/cross_entropy/cuda/problem.cuh"
 
@@ -20,12 +21,12 @@ const cross_entropy_call &typed(const struct rafter_call *call) {
     return *reinterpret_cast<const cross_entropy_call *>(call);
 }
 
-/* The two calls that a call consists of, and their variants. */
+/* The two calls that replace a call, and their variants. */
 struct Halves {
     cross_entropy_call loss, gradient;
     const struct rafter_variant_functions *loss_variant, *gradient_variant;
 
-    /* `lse`: a float for each row, if the caller does not want it. */
+    /* `lse`: memory for a float per row, used if the caller does not want lse. */
     Halves(const cross_entropy_call &call, char *lse) : loss(call), gradient(call) {
         const Problem p(call);
         const bool columns = p.invariant && p.step(call.logits) != 1;
@@ -55,7 +56,7 @@ struct Halves {
     }
 };
 
-/* Before the workspace of the halves. */
+/* Bytes for lse at the beginning of the workspace; the workspace of the halves follows. */
 size_t lse_bytes(const cross_entropy_call &call) {
     return call.loss.lse.data ? 0 : static_cast<size_t>(round_up<int64_t>(call.loss.rows * 4, 256));
 }

@@ -29,7 +29,7 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
     /* Pack i is in slots[i]. Each slot has one thread, which waits only for its own copies. */
     const int packs = static_cast<int>(span.packs), first = OWN * threads + thread, step = COPIED * threads;
     Pack<T, N> *const slots = reinterpret_cast<Pack<T, N> *>(slot_memory) - OWN * threads;
-    /* Below this, all threads have whole groups: no bounds to check. */
+    /* Packs before this one are in groups of which all threads have all packs: no bounds to check. */
     const int whole = packs < OWN * threads ? 0 : packs - (packs - OWN * threads) % step;
     int groups = 0;
     const auto fetch = [&] {
@@ -44,7 +44,7 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
             copy_async<T, N>(slots + i, span.body + int64_t(i) * N);
         copy_commit();
     };
-    if (Shape::PER_SM == 1) /* alone on its SM: no other block works while it waits for the label */
+    if (Shape::PER_SM == 1) /* alone on its SM: does not wait for the label, as no other block would work meanwhile */
         fetch();
     start_next_kernel();
     const int64_t label = loss.class_of(loaded);
@@ -123,7 +123,7 @@ struct OnChip {
         int64_t row_blocks;
     };
 
-    /* The order of the kernels in launch. */
+    /* The shapes are in the order of the kernels in launch. */
     static bool find(const rafter_cuda_state &device, const Problem &p, Fit *fit) {
         return find_shape<ThreePerSm, TwoPerSm, OnePerSm, Largest>(device, p.row_packs(), false, fit);
     }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How a block keeps a whole row on chip, between its statistics and its gradient. */
+/* For basic_on_chip.cu and on_chip.cu: which blocks keep a whole row on chip from its statistics to its gradient. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_ON_CHIP_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_ON_CHIP_CUH
 
@@ -29,7 +29,7 @@ struct Fit {
 /* Whether a row of `packs` packs fits into a block of the shape. full_blocks: always with
  * Shape::THREADS threads; otherwise short rows take fewer. */
 template <class Shape> bool fits(const rafter_cuda_state &device, int64_t packs, bool full_blocks, Fit *fit) {
-    const int64_t own = 2 << 10, reserved = 1 << 10; /* shared memory per block: static, and the system's */
+    const int64_t own = 2 << 10, reserved = 1 << 10; /* shared memory per block: static; reserved by CUDA */
     fit->threads = full_blocks ? Shape::THREADS : power_at_least(packs / 8, 64, Shape::THREADS);
     fit->shared = static_cast<size_t>(max(packs - Shape::IN_REGISTERS * fit->threads, int64_t(0)) * 16);
     return int64_t(fit->shared) <= (device.shared_bytes + reserved) / Shape::PER_SM - reserved - own;
@@ -49,7 +49,7 @@ inline const char *why_not_on_chip(const rafter_cuda_state &device, const Proble
         return "lse is given: no statistics are needed";
     if (p.invariant)
         return p.whole_packs && p.row_packs() > INVARIANT_PACKS ? NULL : "rows are short, or not whole, aligned packs";
-    /* Few long rows take longer than parts of them do, and sooner if they are not whole packs. */
+    /* Few long rows are faster in parts (two_pass.cu). Rows that are not whole packs already are if they are more. */
     if (!p.whole_packs && 2 * p.rows < device.multiprocessors)
         return "there are fewer rows than half the multiprocessors, and they are not whole, aligned packs";
     return 4 * p.rows < device.multiprocessors && p.row_bytes > 128 << 10 ? "rows are few and long" : NULL;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Short rows that lie side by side, as in basic_columns.cu, with any options but row weights: a thread takes four
- * rows (cuda/column_packs.cuh).
+ * rows (cuda/column_packs.cuh). Forward: one kernel. Backward: one, after a kernel that writes the factor of all
+ * gradients if that takes a sum over the labels.
  */
 #include "ops/cross_entropy/cuda/basic_factor.cuh"
 #include "ops/cross_entropy/cuda/four_rows.cuh"
@@ -9,19 +10,19 @@
 
 namespace {
 
-constexpr int THREADS = 128, PER_SM = 5; /* of a block; blocks */
+constexpr int THREADS = 128, PER_SM = 5; /* of a block; blocks per multiprocessor */
 
 /* Kernel arguments. */
 struct OptionColumns : OptionArgs {
     ColumnPacks columns;
-    Rows strided_dloss; /* reduction none; data NULL: see row_dlosses */
+    Rows strided_dloss; /* reduction none, if it is not for row_dlosses; else data is NULL */
 };
 
-/* Four rows' logits in several steps: z, and what a softcap makes of them. */
+/* STEPS logits of each of four rows, after the softcap if there is one. */
 template <int STEPS> struct CappedColumns {
     float v[STEPS][COLUMNS], slope[STEPS][COLUMNS]; /* after the softcap, and its derivative */
 
-    /* `steps`: those from there on are absent, as are rows that the thread does not have: -inf, and they stay so. */
+    /* Only `steps` steps exist, and only the rows that the thread has. The other logits are -inf, and stay so. */
     template <typename T, bool LOOSE>
     DEVICE CappedColumns(const PlacedColumns<T, LOOSE> &place, const Pack<T, COLUMNS> (&packs)[STEPS], int steps,
                          const LossNumbers &loss, bool with_slope) {
@@ -32,7 +33,7 @@ template <int STEPS> struct CappedColumns {
             return;
         typedef float(&All)[STEPS * COLUMNS];
         const bool whole = steps >= STEPS && place.count == COLUMNS;
-        if (!whole) /* tanh(-inf) takes other instructions than that of a small number */
+        if (!whole) /* 0 for now: the tanh of -inf takes another branch than that of a small number */
             set_absent(place, steps, 0.0f);
         if (with_slope)
             cap_all(reinterpret_cast<All>(v), reinterpret_cast<All>(slope), loss);
@@ -51,6 +52,7 @@ template <int STEPS> struct CappedColumns {
     }
 };
 
+/* Adds logits v, after the softcap, to the statistics of four rows. */
 template <int STEPS> DEVICE void add_columns(RowStats (&s)[COLUMNS], const float (&v)[STEPS][COLUMNS], float scale) {
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
@@ -122,7 +124,8 @@ __global__ __launch_bounds__(THREADS, PER_SM) void option_column_losses(const __
         add_up_threads<THREADS>(u, sum);
 }
 
-/* A number of each of four rows. Offsets take divisions: their code is there once. */
+/* Loads a number of each of four rows. Offsets take divisions: the loop is not unrolled, so that their code is there
+ * once. */
 template <typename T, bool LOOSE>
 DEVICE void load_strided(float (&numbers)[COLUMNS], const Rows &from, const PlacedColumns<T, LOOSE> &place) {
     int64_t offset[COLUMNS] = {};
@@ -141,7 +144,7 @@ DEVICE void load_strided(float (&numbers)[COLUMNS], const Rows &from, const Plac
 
 template <typename T, bool LOOSE, int STEPS>
 __global__ __launch_bounds__(THREADS, PER_SM) void option_column_gradients(const __grid_constant__ OptionColumns a) {
-    constexpr bool LATE = STEPS > 2; /* labels' gradients are written after the others; else, packs are whole rows */
+    constexpr bool LATE = STEPS > 2; /* labels' gradients are written after the others; else `packs` holds whole rows */
     if (!a.factor)
         wait_for_inputs();
     const BasicArgs &u = a.basic;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Gradients of many short rows of whole packs with any options but row weights, for basic_short_rows.cu. A warp takes 32
- * rows: LANES lanes share a row, with a pack each, and each lane owns one of the rows. It computes what the gradient
- * needs of the row and the label's gradient, for all 32 rows at once.
+ * For basic_short_rows.cu: gradients of many short rows of whole packs, with any options but row weights. A warp takes
+ * 32 rows. LANES lanes share a row, with a pack each. Each lane also owns one of the 32 rows: it computes the row's
+ * coefficients and the gradient at its label. So all lanes compute those at the same time.
  */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_OPTION_ROWS_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_OPTION_ROWS_CUH
@@ -12,12 +12,12 @@
 
 namespace {
 
-constexpr int OPTION_ROWS_THREADS = 128, OPTION_ROWS_PER_SM = 6; /* of a block; blocks */
+constexpr int OPTION_ROWS_THREADS = 128, OPTION_ROWS_PER_SM = 6; /* of a block; blocks per SM */
 constexpr int64_t MOST_OPTION_PACKS = 8;                         /* of a row: one for each of at most 8 lanes */
 
-/* What the lanes of a row need of it. */
+/* What lanes that share a row need to know of it. */
 struct RowOfPacks {
-    float pivot, shift, factor, spread; /* shift INFINITY: `factor` in every column */
+    float pivot, shift, factor, spread; /* shift INFINITY: the gradient is `factor` in every column */
 
     template <typename T> DEVICE RowOfPacks(const GradientOfRow<T> &g, int label) {
         pivot = g.scaled.pivot;
@@ -25,7 +25,7 @@ struct RowOfPacks {
         factor = g.is_constant(label) ? g.constant(label) : g.scaled.factor;
         spread = g.spread;
     }
-    /* That of another lane. */
+    /* The RowOfPacks of the row that another lane owns. */
     DEVICE RowOfPacks of_lane(int lane, const LossNumbers &loss) const {
         RowOfPacks row = *this;
         row.pivot = __shfl_sync(~0u, pivot, lane);
@@ -35,7 +35,7 @@ struct RowOfPacks {
             row.spread = __shfl_sync(~0u, spread, lane);
         return row;
     }
-    /* Gradients of a pack; `weight`: of its classes, only read if loss.weighted. */
+    /* The gradients of a pack. `weight`: those of its classes; read only if loss.weighted. */
     template <typename T, int N>
     DEVICE Pack<T, N> of(const Pack<T, N> &pack, const float (&weight)[N], const LossNumbers &loss) const {
         const bool caps = loss.softcap != 0.0f;
@@ -83,7 +83,7 @@ __global__ __launch_bounds__(OPTION_ROWS_THREADS,
     const int first = (blockIdx.x * (OPTION_ROWS_THREADS / WARP) + threadIdx.x / WARP) * WARP;
     const bool present = member < u.classes / N; /* whether this lane has a pack of each row */
 
-    /* The row that this lane owns, and its packs of rows first + group, first + GROUPS + group, ... */
+    /* The row that this lane owns; and this lane's packs of rows first + group, first + GROUPS + group, ... */
     const int own = first + member * GROUPS + group, loaded = min(own, u.rows - 1);
     const int64_t loaded_label = u.load_label(loaded);
     const float given = u.lse ? load_now(u.lse + loaded) : INFINITY,

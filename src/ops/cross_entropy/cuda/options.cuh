@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The loss and the gradient of a row with any options but row weights, as in loss.cuh, but in floats and with few
- * instructions: for short rows, and for calls so small that the time is that of cold code. v is a logit after the
- * softcap.
+ * instructions: for short rows, and for calls so small that most of the time goes into loading code. v is a logit after
+ * the softcap.
  */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_OPTIONS_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_OPTIONS_CUH
@@ -17,7 +17,7 @@ struct OptionArgs {
     LossNumbers loss;
     float *row_losses;        /* reduction none: the loss of each row; NULL: not wanted */
     const float *row_dlosses; /* reduction none: dloss of each row; NULL: 1 */
-    const double *factor;     /* backward: of all gradients; see common_factor */
+    const double *factor;     /* backward: the factor of all gradients; NULL: see common_factor */
 };
 
 /* ---- device ---------------------------------------------------------------------------------- */
@@ -26,7 +26,7 @@ DEVICE float softcapped(float z, const LossNumbers &loss) {
     return loss.softcap != 0.0f ? capped(z, loss) : z;
 }
 
-/* Statistics of v for a scale. */
+/* The statistics of v, times `scale`. */
 template <int COUNT> DEVICE RowStats scaled_stats(const float (&v)[COUNT], float scale) {
     float max = -INFINITY, sum[2] = {};
 #pragma unroll
@@ -50,7 +50,7 @@ struct ClassWeights {
     DEVICE float of_class(int j) const {
         return weights ? weights[j * stride] : 1.0f;
     }
-    /* Of classes first, first + step, ... */
+    /* The sum of the weights of classes first, first + step, ... */
     DEVICE float sum(int first, int step, int classes) const {
         float all = 0.0f;
         for (int j = first; j < classes; j += step)
@@ -63,8 +63,8 @@ struct LossAndLse {
     float loss, lse;
 };
 
-/* `target`: v of the label. `weight`: of the label; weight_sum: of all classes. `below`: the sum of
- * weight * (max - v) over all classes, if loss.weighted. */
+/* Loss and lse of a row. `target`: v of the label. `weight`: that of the label. weight_sum: the sum over all classes.
+ * `below`: the sum of weight * (max - v) over all classes. The last two: only if loss.weighted. */
 DEVICE LossAndLse loss_of_row(const LossNumbers &loss, RowStats s, float target, float weight, float weight_sum,
                               float below) {
     const TwoFloats log_sum = log_in_floats(s.max == INFINITY ? NAN : s.sum);
@@ -78,27 +78,28 @@ DEVICE LossAndLse loss_of_row(const LossNumbers &loss, RowStats s, float target,
     return {value, lse};
 }
 
-/* Of a row that is ignored, or whose label is out of range, which is flagged. */
+/* The same of a row that is ignored, or whose label is out of range; flags the latter. */
 DEVICE LossAndLse loss_of_skipped(const BasicArgs &u, int label) {
     const float all = label == IGNORED ? 0.0f : NAN;
     u.flag_bad_label(label);
     return {all, all};
 }
 
-/* Backward: the factor that gradients of all rows share. `factor` is NULL if it needs no sum over labels; then this
- * kernel is the first of its call, and has waited for the inputs. Loads above this call are issued before it. */
+/* Backward: the factor that the gradients of all rows share, times the scale. OptionArgs::factor is NULL if it takes no
+ * sum over labels; then this kernel is the first of its call, and has waited for the inputs. Loads above this call are
+ * issued before it. */
 DEVICE float common_factor(const OptionArgs &a) {
     wait_for_previous_kernel();
     return static_cast<float>(a.factor ? __ldcg(a.factor) : a.basic.divided_upstream(0.0)) * a.loss.scale;
 }
 
-/* What normalizes exponentials: share * e^(scale (v - pivot)) is the probability. */
+/* What normalizes the exponentials of a row: share * e^(scale (v - pivot)) is a probability. */
 struct Normalizer {
     float pivot, share, lse;
 };
 DEVICE Normalizer normalizer_from_lse(const LossNumbers &loss, float lse) {
     const float pivot = lse / loss.scale;
-    return {pivot, 1.0f + fmaf(loss.scale, pivot, -lse), lse}; /* share: for the rounding error of the pivot */
+    return {pivot, 1.0f + fmaf(loss.scale, pivot, -lse), lse}; /* share corrects the rounding error of the pivot */
 }
 DEVICE Normalizer normalizer_from_stats(const LossNumbers &loss, RowStats s) {
     const float sum = s.max == INFINITY ? NAN : s.sum;
@@ -123,7 +124,7 @@ template <typename T> struct GradientOfRow {
         c = p * n.share;
         scaled = ScaledExp<T>(c, pivot, loss.scale);
     }
-    /* Of class j, whose logit is z and v. */
+    /* The gradient of class j, whose logit is z before and v after the softcap. */
     DEVICE float of(int j, int label, float z, float v, const ClassWeights &weights, const LossNumbers &loss) const {
         float d = scaled.of(v);
         if (j == label)
@@ -134,11 +135,11 @@ template <typename T> struct GradientOfRow {
             d *= cap_slope(z, v * loss.inverse_cap, loss);
         return is_constant(label) ? constant(label) : d;
     }
-    /* At the label, if there is one; z is its logit. */
+    /* The gradient at the label, if there is one; z is its logit. */
     DEVICE float at_label(int label, float z, const ClassWeights &weights, const LossNumbers &loss) const {
         return of(max(label, 0), label, z, softcapped(z, loss), weights, loss);
     }
-    /* Whether all classes of a row have the same gradient, and that. */
+    /* Whether all classes of a row have the same gradient; and which. */
     DEVICE bool is_constant(int label) const {
         return label < 0 || zero;
     }
@@ -171,14 +172,14 @@ inline const char *why_not_options(const Problem &p, const cross_entropy_call &c
                : (any_dloss || contiguous_or_missing(l.dloss) || is_one_number(l.dloss) ? NULL : "dloss is strided");
 }
 
-/* All but what is in the workspace. */
+/* All arguments but those in the workspace. */
 inline OptionArgs option_args(const rafter_cuda_state &device, const Problem &p, const cross_entropy_call &call) {
     const struct rafter_loss &l = call.loss;
     OptionArgs args = {basic_args(device, p, call), numbers_of(l), nullptr, nullptr, nullptr};
     if (l.reduction == RAFTER_NONE) {
         args.row_losses = args.basic.loss;
         args.basic.loss = nullptr;
-        if (args.basic.dloss && !is_one_number(l.dloss)) { /* the common factor leaves it to the rows */
+        if (args.basic.dloss && !is_one_number(l.dloss)) { /* not in the common factor: each row has its own */
             args.row_dlosses = args.basic.dloss;
             args.basic.dloss = nullptr;
         }

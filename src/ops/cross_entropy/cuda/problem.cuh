@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What all CUDA variants of cross_entropy share on the host: facts about a call, workspace,
- * launches. */
+/* What all CUDA variants of cross_entropy share on the host: facts about a call, how rows are split, and
+ * the layout of the workspace. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_PROBLEM_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_PROBLEM_CUH
 
@@ -37,9 +37,9 @@ struct Problem {
     bool gradient;      /* dlogits is wanted, and is not empty */
     bool lse_given;     /* backward, with lse from forward */
     bool contiguous;    /* rows are adjacent elements, in logits and dlogits */
-    bool strided;       /* they are not, or dlogits is aligned otherwise than logits */
+    bool strided;       /* rows are not contiguous, or dlogits is not aligned like logits */
     bool invariant;     /* batch invariant */
-    RowClass row_class; /* of logits; for batch-invariant calls */
+    RowClass row_class; /* of the rows of logits; for batch-invariant calls */
     bool whole_packs;   /* rows are contiguous and consist of whole, aligned packs of 16 bytes */
 
     explicit Problem(const cross_entropy_call &call) {
@@ -84,8 +84,8 @@ inline Split split_rows(const Problem &p, rafter_dtype dtype, Options options = 
     constexpr int MOST_THREADS = 512, SHORT_BLOCK = 128;
     constexpr int64_t MANY_ROWS = 1024;
     const int64_t element = rafter_dtype_bytes(dtype);
-    /* Arithmetic takes as long as the loads: more parts of few rows; and many short blocks, which do not all
-     * compute or all wait at the same time. */
+    /* With many options arithmetic takes as long as the loads. So few rows are cut into more parts, and many rows
+     * take short blocks, which do not all compute or all wait at the same time. */
     const int64_t parts = parts_of_row(p.rows, options == FULL ? 2 * p.row_bytes : p.row_bytes);
     const int most_threads = options >= FULL && p.rows >= MANY_ROWS ? SHORT_BLOCK : MOST_THREADS;
     Split split;

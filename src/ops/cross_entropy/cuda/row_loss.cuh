@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The statistics and outputs of a row, for streamed_rows.cu and thread_per_row.cu. */
+/* For streamed_rows.cu and thread_per_row.cu: the statistics and outputs of a row. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_ROW_LOSS_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_ROW_LOSS_CUH
 
@@ -8,8 +8,8 @@
 
 namespace {
 
-/* What row_stream.cuh asks of an op: results of whole rows, without a gradient. WEIGHS, with SMOOTH: label smoothing is
- * weighted by class. */
+/* The Op of row_stream.cuh, row_chunks.cuh and row_threads.cuh, which say what its members are: the outputs of rows,
+ * without a gradient. WEIGHS, with SMOOTH: label smoothing is weighted by class. */
 template <typename T, int OPTIONS, bool WEIGHS = false> struct RowLoss {
     typedef LossStats<OPTIONS> Stats;
     struct Row {
@@ -61,7 +61,7 @@ template <typename T, int OPTIONS, bool WEIGHS = false> struct RowLoss {
             g = reduce_capped<LANES>(packs, most, valid, edges, ragged, valid_edges);
         return g;
     }
-    /* If Loss::cap_bounds. */
+    /* The same under a softcap, if Loss::cap_bounds: exponentials need no maximum. */
     template <int LANES, int N, int EDGES>
     DEVICE Stats reduce_capped(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, int valid,
                                const Pack<T, 1> (&edges)[EDGES], bool ragged, int valid_edges) const {

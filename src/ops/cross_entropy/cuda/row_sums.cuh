@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sums over a row with any options but row weights, and the row's outputs: for small calls. */
+/* For few_rows.cu and few_columns.cu: sums over a row with any options but row weights, and the row's outputs. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_ROW_SUMS_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_ROW_SUMS_CUH
 
@@ -7,12 +7,12 @@
 
 namespace {
 
-/* Of a row, or of what a thread sees of it. */
+/* Sums over a row, or over a thread's share of it. */
 struct RowSums {
     RowStats stats;
-    float total, weight_sum; /* label smoothing: of logits times weights, and of weights */
+    float total, weight_sum; /* label smoothing: sums of weight * v, and of weights */
 
-    /* Logits of classes first, first + step, ..., of which `valid` exist; the others are -inf. */
+    /* Adds the logits of classes first, first + step, ..., of which only the first `valid` exist. */
     template <int N>
     DEVICE void add(const float (&z)[N], int valid, int first, int step, const LossNumbers &loss,
                     const ClassWeights &weights) {

@@ -10,8 +10,8 @@
 namespace {
 
 constexpr int PER_SM = 4; /* blocks per multiprocessor */
-/* Gradients of rows side by side from lse: shorter rows, and smaller tensors, would be slowed down by
- * coefficients in memory. */
+/* From here on, gradients of rows side by side from lse go to tiles.cu, which stores coefficients in memory. Shorter
+ * rows and smaller tensors would be slowed down by that. */
 constexpr int64_t LONG_COLUMNS = 64, WIDE_COLUMNS = 64, LARGE_COLUMNS = 8 << 20; /* classes; rows; bytes of logits */
 
 struct StagedArgs {

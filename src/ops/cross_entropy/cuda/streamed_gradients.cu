@@ -16,9 +16,9 @@ struct GradientArgs {
 /* Blocks per multiprocessor. */
 template <int OPTIONS> constexpr int STREAMS_PER_SM = OPTIONS == FULL ? 2 : 3;
 
-/* RowGradient, as chunk_gradients.cuh wants it. */
+/* A RowGradient in 32 bytes, as chunk_gradients.cuh wants it. */
 struct alignas(16) RowCoefficient {
-    float pivot, shift, factor, spread; /* of ScaledExp; label < 0: `factor` in every column */
+    float pivot, shift, factor, spread; /* ScaledExp, and spread; label < 0: the gradient is `factor` in every column */
     float at_label, level, tilt;
     int label;
 };

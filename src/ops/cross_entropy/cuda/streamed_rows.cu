@@ -52,7 +52,7 @@ struct StreamedRows {
         GeneralPlan general;
         bool weighs; /* see RowLoss; general.options is FULL then */
         RowStream stream;
-        RowChunks chunks; /* blocks 0: rows are too long */
+        RowChunks chunks; /* blocks 0: rows are too long, `stream` is used */
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {

@@ -66,7 +66,8 @@ struct ThreadPerRow {
         return why_not_threads(s, bytes);
     }
 
-    /* Without options that need more arithmetic than loads: measured on an H200. */
+    /* Whether tiles.cu, with windows of packs, is faster. It is not with options whose arithmetic takes longer than the
+     * loads. Measured on an H200. */
     static bool windows_are_faster(const Problem &p, const Slabs &s, const Call &call) {
         constexpr int64_t LARGE = 1 << 30, MEDIUM = 64 << 20;
         const WindowChoice choice = window_choice(call);

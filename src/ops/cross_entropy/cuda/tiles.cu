@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Rows of any length in any layout, with any options. Forward: one kernel, in which threads load
- * packs of slabs (cuda/slab_tiles.cuh); few long rows are split among blocks, and the last block of
- * a row to finish merges its parts, in order. Long rows side by side have kernels of their own
- * (cuda/slab_windows.cuh). Backward: coefficients of all rows, from lse or from
- * statistics, then the gradient: of contiguous rows by short blocks, of others by columns of packs
- * (cuda/slab_columns.cuh).
+ * Rows of any length in any layout, with any options.
+ *
+ * Forward: one kernel, in which threads load packs of slabs (cuda/slab_tiles.cuh). Few long rows are
+ * split among blocks, and the last block of a row to finish merges its parts, in order. Long rows
+ * side by side have kernels of their own (cuda/slab_windows.cuh).
+ *
+ * Backward: first coefficients of all rows, from lse or from statistics. Then the gradient, of
+ * contiguous rows by short blocks, of others by columns of packs (cuda/slab_columns.cuh).
  */
 #include "ops/cross_entropy/cuda/tiles.cuh"
 
@@ -17,7 +19,7 @@ struct Tiles {
     struct Plan {
         GeneralPlan general;
         SlabTiles forward, backward;     /* backward: of contiguous rows */
-        bool statistics, in_windows;     /* in_windows: by window_statistics, not by tile_statistics */
+        bool statistics, in_windows;     /* are needed: lse is not given; by window_statistics */
         bool sideways;                   /* rows are not contiguous */
         int64_t blocks;                  /* of tile_statistics */
         size_t part_stats, coefficients; /* offsets in the workspace */
@@ -117,7 +119,7 @@ struct Tiles {
                      args);
         }
     }
-    /* From lse. */
+    /* Computes coefficients from lse. */
     template <typename T, int OPTIONS>
     static void coefficients(const rafter_context *context, const Plan &plan, const TileArgs &args) {
         const Launch how = {ceil_div<int64_t>(args.call.loss.rows, ROW_THREADS), ROW_THREADS};

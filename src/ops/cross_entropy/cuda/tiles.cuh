@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The kernels of tiles.cu: statistics and gradients of slabs that threads load from memory. */
+/* The kernels of tiles.cu: statistics of slabs, and gradients of contiguous rows. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_TILES_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_TILES_CUH
 
@@ -8,8 +8,8 @@
 
 namespace {
 
-/* Coefficients of all rows that statistics write, if not NULL: for gradients of contiguous rows, and of
- * others. */
+/* Where kernels that compute statistics write the coefficients of all rows: `rows` for gradients of contiguous
+ * rows, `columns` for those of others. NULL: not wanted. */
 struct StatisticsOutputs {
     RowCoefficients *rows;
     ColumnCoefficients columns;
@@ -152,7 +152,7 @@ __global__ __launch_bounds__(TILE_THREADS<LINES>,
         add_up(a.call, op.totals);
 }
 
-/* ---- the same of long rows side by side: cuda/slab_windows.cuh ------------------------------- */
+/* ---- statistics of long rows side by side: cuda/slab_windows.cuh ----------------------------- */
 
 struct WindowArgs {
     Args call;

@@ -8,7 +8,7 @@
 
 namespace {
 
-/* What losses have in common: rows are labels, and where results go. */
+/* What the Ops of losses have in common: they load a row's label, and write its results. */
 struct LossOfRows {
     const BasicArgs &u;
     float *const row_losses; /* see OptionArgs */
@@ -154,7 +154,7 @@ template <typename T> struct OptionsLoss : LossOfRows {
     }
 };
 
-/* SCATTERED: rows of any length up to COUNT, as in scattered_rows. */
+/* SCATTERED: for scattered_rows, where rows have any length up to COUNT. */
 template <typename T, bool SCATTERED> struct OptionsGradient {
     const OptionArgs &a;
     const ClassWeights weights;

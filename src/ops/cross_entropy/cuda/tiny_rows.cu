@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Many rows of 2 to 32 classes that follow each other, with any options: one kernel for the whole call, in
- * which a thread takes a row (cuda/tiny_rows.cuh), and before it one that adds up class weights or labels. In
- * batch-invariant calls, all rows of up to 32 classes; not columns if lse is given.
+ * Many rows of 2 to 32 classes that follow each other, with any options, and in batch-invariant calls all rows of up
+ * to 32 classes (but not gradients of columns from lse). One kernel, in which a thread takes a row
+ * (cuda/tiny_rows.cuh); before it, if needed, one that adds up class weights or labels.
  */
 #include "cuda/tiny_rows.cuh"
 #include "ops/cross_entropy/cuda/general.cuh"
@@ -20,7 +20,8 @@ struct ScatteredArgs {
     ScatteredRows rows;
 };
 
-/* Of the logits x, of which those from `length` on are -inf. What the call does not ask for costs a branch. */
+/* The statistics of a row with logits x; those from `length` on are -inf. What the call does not need costs only a
+ * branch. */
 template <int COUNT>
 DEVICE WholeRowStats stats_of_tiny(const float (&x)[COUNT], int length, float z_label, const Loss &loss) {
     WholeRowStats f = {};
@@ -205,7 +206,7 @@ struct TinyRowsVariant {
                    ? "rows are not contiguous, and lse is given"
                    : why_not_class(TINY_ROWS, p.row_class, p.rows, p.classes);
     }
-    /* Why rows are not for tiny_rows, or NULL. */
+    /* Why the rows do not follow each other closely, for tiny_rows, or NULL. */
     static const char *why_not_close(const Problem &p, const Call &call) {
         return why_not_tiny(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL), p.gradient ? 2 : 1,
                             static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Contiguous rows of any length, any options: statistics by a block per row, or per part of a row
- * if rows are few and long; outputs by a thread per row, or by several if rows have parts; then the
- * gradient, if it is wanted, by short blocks that read the logits a second time, from L2 if it holds
- * them. If classes are spread over ranks, the statistics are exchanged before the outputs.
+ * Contiguous rows of any length, any options. First the statistics: a block per row, or per part of
+ * a row if rows are few and long. Then the outputs: a thread per row, or several if rows have parts.
+ * Last the gradient, if it is wanted: short blocks that read the logits a second time, from L2 if it
+ * holds them. If classes are spread over ranks, the statistics are exchanged before the outputs.
  */
 #include "ops/cross_entropy/cuda/finish.cuh"
 #include "ops/cross_entropy/cuda/gradients.cuh"

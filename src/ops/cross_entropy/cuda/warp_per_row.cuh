@@ -7,8 +7,8 @@
 
 namespace {
 
-/* FORWARD: the call may be forward. GRADIENT: it may want dz. STRIDED: columns have any stride, and
- * are loaded one at a time. */
+/* A warp takes several rows in turn. FORWARD: the call may be forward. GRADIENT: it may want dz. STRIDED: columns
+ * have any stride, and are loaded one at a time. */
 template <typename T, int OPTIONS, bool FORWARD, bool GRADIENT, bool STRIDED>
 __global__ __launch_bounds__(ROW_THREADS, 4) void warp_per_row(const __grid_constant__ Args c) {
     wait_unless_prepared(c);

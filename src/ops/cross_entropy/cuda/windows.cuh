@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which rows side by side tiles.cu takes by windows of packs. */
+/* How tiles.cu takes long rows side by side by windows of packs (cuda/slab_windows.cuh). */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_WINDOWS_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_WINDOWS_CUH
 
@@ -8,10 +8,10 @@
 
 namespace {
 
-/* Rows per thread: registers hold the statistics of all of them. */
+/* Rows per thread, which keeps the statistics of all of them in registers. */
 template <typename T, int OPTIONS> constexpr int WINDOW_ELEMENTS = OPTIONS == FULL ? 4 : WIDE<T>;
 
-/* Agrees with GeneralPlan::options. */
+/* `full` must agree with GeneralPlan::options. */
 inline WindowChoice window_choice(const cross_entropy_call &call) {
     const struct rafter_loss &l = call.loss;
     const bool full = (l.smoothing != 0.0f && l.class_weight.data) || l.entropy.data || l.argmax.data;
