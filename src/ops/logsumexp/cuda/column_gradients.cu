@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The gradient of logsumexp over a dimension that is not the last one in memory (cuda/slab_columns.cuh). */
+/* The gradient of logsumexp over a dimension that is not the last one in memory: threads take columns of packs
+ * (cuda/slab_columns.cuh). */
 #include "cuda/slab_columns.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"
 
@@ -10,8 +11,8 @@ struct ColumnArgs {
     Rows lse, dlse;
 };
 
-/* The numbers of a thread's rows, of a tensor that is fp32 or, in most calls, has x's dtype: all loads are
- * issued before the first is used, and a slab's rows are looked up once if they are evenly apart. */
+/* Loads the numbers of a thread's rows (lse or dlse). In most calls they are evenly spaced in a slab, and fp32 or of
+ * x's dtype. Then an address is computed once, and all loads are issued before one is used. */
 template <typename T, int N> DEVICE void load_rows(float (&to)[N], const Rows &from, const ColumnThread<T, N> &thread) {
     const int64_t row_step = thread.t.slabs.row_step, first = from.offset(thread.row(0)), apart = row_step * from.step;
     const bool even = from.dims <= 1 || (row_step == 1 && from.inner == thread.inner());
@@ -26,7 +27,7 @@ template <typename T, int N> DEVICE void load_rows(float (&to)[N], const Rows &f
         thread.for_lines([&](int j, int of_slab) { to[j] = from.get(thread.row(of_slab)); });
 }
 
-/* dlse * e^(x - lse). What slab_columns.cuh asks of an op. */
+/* The Op of slab_columns.cuh: dlse * e^(x - lse). */
 template <typename T> struct LogsumexpColumns {
     static constexpr bool LABELS = false;
     const ColumnArgs &a;
@@ -58,7 +59,7 @@ template <typename T> struct LogsumexpColumns {
     }
 };
 
-/* FEW: threads have one or two packs. Then more threads are needed, with fewer registers each. */
+/* FEW: threads have one or two packs. Then more of them must run at once, with fewer registers each. */
 constexpr int FEW_STEPS = 2;
 template <int N, bool FEW> constexpr int COLUMN_BLOCKS = FEW || N == 1 ? 4 : 3; /* per multiprocessor */
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * logsumexp over a dimension that is not the innermost, or with any strides. Threads lie along the
- * other dimensions and walk down dim: a thread takes a pack of 16 bytes of adjacent columns if the
- * layout has them, else one column. If there are few columns, dim is split over blocks; the last
- * block to finish merges the statistics of all parts, in the order of the parts.
+ * logsumexp of any layout: for calls that no other variant takes. Threads lie along the other
+ * dimensions and walk down dim. A thread takes a pack of 16 bytes of adjacent columns if the layout
+ * has them, else one column. If there are few columns, dim is split over blocks; the last block to
+ * finish merges the statistics of all parts, in the order of the parts.
  */
 #include "ops/logsumexp/cuda/problem.cuh"
 
@@ -35,8 +35,8 @@ template <typename T, int N> struct ColumnStats {
     }
 };
 
-/* Merges load(0), load(step), ... of those below `count`: eight are in flight at once, and do not wait for each
- * other's exponentials. */
+/* Merges load(first), load(first + step), ... up to number `count`. Eight are in flight at once, and do not wait for
+ * each other's exponentials. */
 template <typename F> DEVICE RowStats merge_every(int64_t first, int64_t count, int step, F load) {
     constexpr int AT_ONCE = 8;
     RowStats all = no_elements();
@@ -111,7 +111,7 @@ __global__ __launch_bounds__(THREADS, PER_SM<T, N>) void columns(const __grid_co
         f.lse.put(tile + c, lse_of(merge_every(0, shares, 1, [&](int64_t k) { return of_thread[k * width + c]; })));
 }
 
-/* Other variants write gradients, unless there are too many rows for them. */
+/* The gradient, of single elements: other variants write it, unless there are too many rows for them. */
 template <typename T> __global__ __launch_bounds__(THREADS) void column_gradients(const __grid_constant__ Backward b) {
     wait_for_inputs();
     const int64_t tile = b.parts == 1 ? blockIdx.x : blockIdx.x / b.parts, part = blockIdx.x - tile * b.parts;
@@ -137,8 +137,9 @@ bool packed_columns(const rafter_view &x) {
     return packed;
 }
 
-/* Fewer parts of each of many tiles, if their blocks would be less than two waves, the second one of them not full. By
- * shape and dtype alone: the same bits everywhere. per_sm: blocks; turn: steps that a block loads at a time. */
+/* `split`, or fewer parts if these are faster: with many tiles, but fewer than two waves of blocks, a second wave that
+ * is not full takes too long. By shape and dtype alone: the same bits everywhere. per_sm: blocks per multiprocessor.
+ * turn: steps that a block loads at a time. */
 Split in_full_waves(const Split &split, int64_t tiles, int64_t n, int per_sm, int64_t turn) {
     constexpr int64_t MULTIPROCESSORS = 132, MANY_TILES = 32;
     const int64_t wave = per_sm * MULTIPROCESSORS;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * logsumexp of contiguous rows, of any length and alignment. Forward: 8 lanes, a warp or a block
- * per row; few long rows are split over blocks. The last block of a row to finish merges the
+ * per row. Few long rows are split over blocks; the last block of a row to finish merges the
  * statistics of all parts, in the order of the parts. Backward: 8 lanes or a warp per piece of a
  * row.
  */
@@ -45,7 +45,7 @@ template <typename T> __global__ __launch_bounds__(MOST_THREADS, 3) void long_ro
         f.lse.put(row, lse_of(s));
 }
 
-/* Short blocks that issue their loads before they need anything else of the row get the most
+/* Blocks are short and issue their loads before they need anything else of the row: that gives the most
  * bandwidth. */
 template <typename T, int LANES>
 __global__ __launch_bounds__(GRADIENT_THREADS) void row_gradients(const __grid_constant__ Backward b) {

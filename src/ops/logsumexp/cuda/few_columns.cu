@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* logsumexp of small tensors whose rows do not have adjacent elements: cuda/few_columns.cuh. */
+/* Forward of small tensors whose rows do not have adjacent elements: several threads share a row
+ * (cuda/few_columns.cuh). */
 #include "cuda/few_columns.cuh"
 #include "cuda/row_threads.cuh"
 #include "ops/logsumexp/cuda/row_logsumexp.cuh"
@@ -30,7 +31,7 @@ struct FewColumnsVariant {
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
-        constexpr int64_t SHORT = 64; /* shorter rows take one kernel anyway, if a thread per row serves them */
+        constexpr int64_t SHORT = 64; /* shorter rows take one kernel anyway, if thread_per_row takes them */
         const Problem p(call);
         if (p.backward)
             return "it writes no gradient";

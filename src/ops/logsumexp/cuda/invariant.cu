@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Forward, batch invariant, of rows that are longer than chunks, or whose elements are close to each other but not
- * adjacent (cuda/slot_sums.cuh): a warp or a block per row, by the length of rows alone. Shorter rows:
- * streamed_rows.cu and tiny_rows.cu; columns: thread_per_row.cu.
+ * Batch-invariant forward (cuda/slot_sums.cuh) of rows that are too long for chunks, or whose elements are close to
+ * each other but not adjacent: a warp or a block per row, by the length of rows alone. streamed_rows.cu and
+ * tiny_rows.cu take shorter rows, thread_per_row.cu takes columns.
  */
 #include "cuda/slot_sums.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"
@@ -33,8 +33,8 @@ __global__ __launch_bounds__(SLOT_THREADS, 4) void indexed_rows(const __grid_con
         put_lse(a, row, s);
 }
 
-/* Rows of whole, aligned packs, up to 32 * IN_FLIGHT of them, take a warp each, and longer ones a block. As in
- * packed_rows.cu, but with any strides: a row alone has none. A thread of a block loads COUNT packs at a time. */
+/* Rows of whole, aligned packs. Up to 32 * IN_FLIGHT packs take a warp; longer rows take a block, of which a thread
+ * loads COUNT packs at a time. As in packed_rows.cu, but rows may be any distance apart. */
 constexpr int WARP_ROW_THREADS = 128, MOST_THREADS = 512;
 
 template <typename T>
@@ -71,7 +71,7 @@ struct Invariant {
     static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         InvariantArgs args;
-        bool aligned, whole; /* rows; whole: and consist of packs */
+        bool aligned, whole; /* rows are; whole: and consist of whole packs */
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * logsumexp of contiguous rows that are whole 16-byte packs and are not split: a warp or a block
- * per row in forward, several short blocks per row in backward. Forward also of long rows at any alignment. The kernels take few parameters on
- * purpose: parameters and instructions are cold when a kernel starts.
+ * logsumexp of contiguous rows that are whole 16-byte packs and are not split; forward also of long
+ * rows at any alignment. Forward: a warp or a block per row. Backward: several short blocks per row.
+ * The kernels take few parameters on purpose: neither parameters nor instructions are in a cache when
+ * a kernel starts.
  */
 #include "cuda/block_span.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"
@@ -28,7 +29,7 @@ struct PackedArgs {
     }
 };
 
-/* Rows of up to 32 * IN_FLIGHT packs. */
+/* A warp per row of up to 32 * IN_FLIGHT packs. */
 template <typename T>
 __global__ __launch_bounds__(WARP_ROW_THREADS) void warp_per_row(const __grid_constant__ PackedArgs p) {
     wait_for_inputs();
@@ -44,7 +45,7 @@ __global__ __launch_bounds__(WARP_ROW_THREADS) void warp_per_row(const __grid_co
         p.lse.put(row, lse_of(s));
 }
 
-/* A thread loads COUNT packs at a time. WHOLE: rows are whole aligned packs. */
+/* A block per row; a thread loads COUNT packs at a time. WHOLE: rows are whole aligned packs. */
 template <typename T, int COUNT, bool WHOLE>
 __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_constant__ PackedArgs p) {
     wait_for_inputs();
@@ -56,7 +57,7 @@ __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_co
         p.lse.put(blockIdx.x, lse_of(s));
 }
 
-/* A block takes a part of one row. */
+/* A block takes a part of one row, with COUNT packs per thread. */
 template <typename T, int COUNT>
 __global__ __launch_bounds__(GRADIENT_THREADS,
                              1024 / GRADIENT_THREADS) void gradients(const __grid_constant__ PackedArgs p) {

@@ -11,7 +11,7 @@
 
 namespace {
 
-/* `dim` last, the other dimensions in order. */
+/* The view with `dim` last and the other dimensions in their order. */
 rafter_view dim_last(const rafter_view &view, int dim) {
     rafter_view out = view;
     for (int d = dim; d + 1 < view.ndim; d++) {
@@ -61,8 +61,8 @@ struct Problem {
         const bool few = rows < MOST_ROWS && n <= LONGEST, empty = packs <= MOST_PACKS && 5 * packs < 4 * slots;
         return !backward && contiguous && rows >= LEAST_ROWS && row_bytes() >= LEAST_BYTES && (few || empty);
     }
-    /* Of batch-invariant calls. Rows of whole packs that take a warp each are faster in registers than in
-     * chunks. */
+    /* For batch-invariant calls: which kernels take the rows. Rows of whole packs that take a warp each are
+     * faster in registers than in chunks. */
     RowClass row_class() const {
         const RowClass by_length = class_of_rows(n, x.stride[x.ndim - 1], x.dtype);
         return by_length == CHUNKED_ROWS && row_bytes() % 16 == 0 && 2 * row_bytes() > CHUNK_BYTES ? OTHER_ROWS
@@ -123,12 +123,12 @@ Split split_rows(const Problem &p, rafter_logsumexp_algorithm algorithm) {
     return {parts, round_up(ceil_div(p.n, parts), int64_t(64))}; /* multiples of 64 keep the row's alignment */
 }
 
-/* Arguments of forward kernels whose rows or columns may be split. */
+/* Arguments of forward kernels whose rows or columns may be split. A task is a row or a tile of columns. */
 struct Forward {
     Rows x;
     LseRows lse;
     int64_t rows, n, step;      /* step: stride of dim in x */
-    int64_t first, parts, part; /* this launch begins with task `first` */
+    int64_t first, parts, part; /* the first task of this launch; see Split */
     unsigned *counters;         /* one per task of this launch, if parts > 1 */
     RowStats *stored;           /* the parts' statistics, ordered by task, then part; if parts > 1 */
 };
@@ -143,12 +143,13 @@ struct Backward {
     template <typename T> DEVICE ScaledExp<T> gradient(int64_t row) const;
 };
 
-/* Runs forward(f, tasks) with at most as many tasks at a time as there are counters. Only a call
- * that asks for RAFTER_LOGSUMEXP_PARALLEL on many rows takes more than one launch. */
+/* The tasks of one launch: if tasks are split, at most as many as there are counters. */
 int64_t tasks_at_a_time(int64_t tasks, const Split &split) {
     return split.parts > 1 ? min(tasks, int64_t(RAFTER_CUDA_COUNTERS)) : tasks;
 }
 
+/* Calls forward(f, tasks), which launches a kernel for some tasks, until all are done. Only a call that
+ * asks for RAFTER_LOGSUMEXP_PARALLEL on many rows takes more than one launch. */
 template <typename F>
 void launch_tasks(const rafter_context *context, const logsumexp_call &call, const Problem &p, const Split &split,
                   int64_t tasks, char *workspace, F forward) {
@@ -183,18 +184,19 @@ Backward backward_of(const logsumexp_call &call, const Problem &p, const Split &
     return b;
 }
 
-/* The logarithm has more digits than a float: added to a maximum of opposite sign, its rounding would show. */
+/* lse of a row. The logarithm has more digits than a float: if it is added to a maximum of opposite sign, the
+ * rounding of a float would show. */
 DEVICE float lse_of(RowStats s) {
     return rounded_sum(pivot_at(s.max), log_in_floats(s.sum));
 }
 
-/* Of a row of up to 32 elements, with 20 instructions less. Its logarithm is below 3.5, and its rounding, 2^-23,
- * no larger than the error of the sum. */
+/* The same for a row of up to 32 elements, with 20 instructions less. The logarithm is below 3.5, and its rounding
+ * error, 2^-23, is no larger than the error of the sum. */
 DEVICE float lse_of_few(RowStats s) {
     return pivot_at(s.max) + log_in_float(s.sum);
 }
 
-/* dlse * e^(x - lse) of one row. A row of all -inf gets zeros. */
+/* The gradient of a row: dlse * e^(x - lse). A row of all -inf gets zeros. */
 template <typename T> DEVICE ScaledExp<T> gradient_of_row(float lse, float dlse) {
     return lse == -INFINITY ? ScaledExp<T>(0.0f, INFINITY, 1.0f) : ScaledExp<T>(dlse, lse, 1.0f);
 }
@@ -203,7 +205,7 @@ template <typename T> DEVICE ScaledExp<T> Backward::gradient(int64_t row) const 
     return gradient_of_row<T>(lse.get(row), dlse.get(row));
 }
 
-/* Why kernels that read slabs do not serve a call, whatever its layout. */
+/* Why kernels that read slabs do not serve a call, whatever its layout; or NULL. */
 inline const char *why_not_slabs(const Problem &p, const logsumexp_call &call) {
     if (p.rows == 0 || p.n == 0)
         return "there are no rows or no elements";

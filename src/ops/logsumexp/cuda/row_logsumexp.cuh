@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The statistics and the result of a row, for streamed_rows.cu, thread_per_row.cu, tiles.cu and windows.cu. */
+/* For streamed_rows.cu, thread_per_row.cu, tiles.cu and windows.cu: the statistics and the result of a row. */
 #ifndef RAFTER_LOGSUMEXP_CUDA_ROW_LOGSUMEXP_CUH
 #define RAFTER_LOGSUMEXP_CUDA_ROW_LOGSUMEXP_CUH
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-/* The statistics of a row, as the kernels of all four files want them. */
+/* What the Ops of all four files have in common. */
 template <typename T> struct LogsumexpStats {
     typedef RowStats Stats;
     const LseRows &lse;
@@ -31,7 +31,7 @@ template <typename T> struct LogsumexpStats {
     }
 };
 
-/* What row_stream.cuh, row_chunks.cuh and row_threads.cuh ask of an op. */
+/* The Op of row_stream.cuh, row_chunks.cuh and row_threads.cuh, which say what its members are. */
 template <typename T> struct RowLogsumexp : LogsumexpStats<T> {
     typedef RowStats Stats;
     static constexpr bool LARGE = false, ADDS_EDGES = true;
@@ -68,7 +68,7 @@ template <typename T> struct RowLogsumexp : LogsumexpStats<T> {
     }
 };
 
-/* What slab_kernels.cuh and slab_windows.cuh ask of an op. */
+/* The Op of slab_kernels.cuh and slab_windows.cuh. */
 template <typename T> struct SlabLogsumexp : LogsumexpStats<T> {
     typedef RowStats Stats;
     struct Row {

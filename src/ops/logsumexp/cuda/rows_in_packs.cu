@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* logsumexp of rows of 2 or 4 elements, several of which fill a pack of 16 bytes: a thread takes one pack or a few.
- * And of rows of 2 to 7 elements with gaps between them, as slices of longer rows have: a thread takes up to four.
- * Nothing goes through shared memory. */
+/* logsumexp of two kinds of very short rows. Rows of 2 or 4 elements that follow each other, so that several fill a
+ * pack of 16 bytes: a thread takes one or two packs. And rows of 2 to 7 elements with gaps between them, as slices of
+ * longer rows have: a thread takes up to four rows. Nothing goes through shared memory. */
 #include "cuda/rows_in_packs.cuh"
 #include "cuda/tiny_rows.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"
@@ -106,8 +106,8 @@ __global__ __launch_bounds__(THREADS) void gradients_in_packs(const __grid_const
 constexpr int LONGEST_SPACED = 7;
 constexpr int MOST_SPACED = 4; /* rows of a thread */
 
-/* Gradients are mostly stored without gaps: of an odd number of 16-bit elements, or of many, they are stored through
- * shared memory (tiny_rows). */
+/* Whether gradients of rows of this length are written here. dx has no gaps in most calls. Then rows of an odd number
+ * of elements, other than 3 of fp32, are better stored through shared memory (tiny_rows.cu). */
 __host__ __device__ constexpr bool spaced_gradients(int length, int bytes) {
     return length % 2 == 0 || (length == 3 && bytes == 4);
 }
@@ -149,7 +149,8 @@ __global__ __launch_bounds__(THREADS) void gradients_of_spaced(const __grid_cons
     });
 }
 
-/* Elements from a row to the next, in x or in dx, or 0: it is not one number, or rows are not adjacent elements. */
+/* Elements from a row to the next, in x (0) or in dx (1); or 0: rows are not evenly spaced, or their elements are not
+ * adjacent. */
 int pitch_of(const Slabs &s, int tensor) {
     if (s.inner != 1 || s.step[tensor] != 1 || s.walk.dims > 1)
         return 0;
@@ -196,7 +197,7 @@ struct RowsInPacks {
         const Slabs s = slabs_of(p.x, p.backward ? &p.dx : NULL);
         return why_not_spaced(p, s) ? why_not_packs(p, s, lse, dlse) : NULL;
     }
-    /* Why rows do not fill packs, or NULL. */
+    /* Why rows are not for the kernels of several rows per pack, or NULL. */
     static const char *why_not_packs(const Problem &p, const Slabs &s, const LseRows &lse, const Rows &dlse) {
         const int64_t bytes = rafter_dtype_bytes(p.x.dtype);
         if ((p.n != 2 && p.n != 4) || p.n * bytes > 8)

@@ -103,7 +103,8 @@ struct ShortColumns {
         bool backward, one_dlse;
     };
 
-    /* Whether four numbers can be accessed: at once, unless the rows are loose. */
+    /* Whether a thread can access its four rows' numbers: as one aligned pack, or one by one if the rows are
+     * loose. */
     static bool in_fours(const Rows &numbers, rafter_dtype dtype, bool loose) {
         const bool aligned =
             reinterpret_cast<uintptr_t>(numbers.data) % (COLUMNS * rafter_dtype_bytes(numbers.dtype)) == 0;

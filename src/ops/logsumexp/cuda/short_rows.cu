@@ -16,7 +16,7 @@
 namespace {
 
 constexpr int THREADS = 128;           /* per block */
-constexpr int64_t MANY_ROWS = 1 << 13; /* forward pays from here on: docs/perf/logsumexp.md */
+constexpr int64_t MANY_ROWS = 1 << 13; /* forward is faster from here on: docs/perf/logsumexp.md */
 
 struct ShortArgs {
     const char *x;
@@ -126,7 +126,7 @@ struct ShortRows {
         return lse_rows(call).contiguous() ? NULL : "lse is strided";
     }
 
-    /* As for_lanes_and_packs, and for rows of 1 or 2 packs. */
+    /* As for_lanes_and_packs, but also for rows of 1 or 2 packs. */
     template <typename F> static void for_shape(int packs, F f) {
         typedef std::integral_constant<int, 1> One;
         packs <= 1   ? f(One(), One())

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* logsumexp of short rows in any layout, of any alignment, through shared memory
+/* logsumexp of short rows in any layout, of any alignment: blocks copy tiles of rows into shared memory
  * (cuda/slab_stage.cuh). */
 #include "cuda/slab_stage.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* logsumexp of many contiguous rows, of any alignment: warps take batches of rows. Short rows are reduced
- * several at a time (cuda/row_chunks.cuh), longer ones one after the other (cuda/row_stream.cuh). */
+/* Forward of many contiguous rows, of any alignment: warps take batches of rows. Short rows are reduced several at a
+ * time (cuda/row_chunks.cuh), longer ones one after the other (cuda/row_stream.cuh). */
 #include "cuda/row_classes.cuh"
 #include "cuda/row_stream.cuh"
 #include "ops/logsumexp/cuda/row_logsumexp.cuh"
@@ -39,7 +39,7 @@ struct StreamedRows {
     static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         RowStream stream;
-        RowChunks chunks; /* blocks 0: rows are too long */
+        RowChunks chunks; /* blocks 0: rows are too long, `stream` is used */
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* logsumexp of many rows side by side: a thread takes a row (cuda/row_threads.cuh). */
+/* Forward of many rows side by side: a thread takes a row or a part of one (cuda/row_threads.cuh). */
 #include "cuda/row_threads.cuh"
 #include "ops/logsumexp/cuda/row_logsumexp.cuh"
 

@@ -32,7 +32,7 @@ __global__ __launch_bounds__(TILE_THREADS<LINES>,
     slab_statistics<SlabLogsumexp<T>, T, N, LINES, TILE_STEPS<N>>(op, a.tiles, dynamic, a.counters, a.part_stats);
 }
 
-/* dlse * e^(x - lse). */
+/* The Op of slab_gradients: dlse * e^(x - lse). */
 template <typename T> struct LogsumexpGradient {
     static constexpr bool LABELS = false;
     const TileArgs &a;
@@ -80,7 +80,7 @@ struct Tiles {
         return too_large(slabs) ? "it counts rows and columns in 31 bits" : why_slower(p, slabs);
     }
 
-    /* The layouts in which kernels that know more were measured to be faster: docs/perf/logsumexp.md. */
+    /* The layouts in which more special kernels are faster, as measured: docs/perf/logsumexp.md. */
     static const char *why_slower(const Problem &p, const Slabs &s) {
         const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
         const int64_t all = p.rows * p.n * bytes;

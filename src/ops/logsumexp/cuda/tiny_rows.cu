@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* logsumexp of many rows of 2 to 32 elements that follow each other (cuda/tiny_rows.cuh); and forward of all rows
- * of up to 32 elements in batch-invariant calls. */
+/* logsumexp of many rows of 2 to 32 elements that follow each other; in batch-invariant calls, forward of all rows of
+ * up to 32 elements. A thread takes one row or several (cuda/tiny_rows.cuh). */
 #include "cuda/tiny_rows.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"
 
 namespace {
 
-constexpr int PER_SM = 4; /* blocks */
+constexpr int PER_SM = 4; /* blocks per multiprocessor */
 /* Rows of a thread at once, at most. */
 template <bool BACKWARD> constexpr int ROWS_AT_ONCE = BACKWARD ? 4 : 8;
 
@@ -21,7 +21,7 @@ struct ScatteredArgs {
     ScatteredRows rows;
 };
 
-/* SCATTERED: rows, and so lse, may lie anywhere; forward only. */
+/* The Op of tiny_rows.cuh. SCATTERED: rows, and lse, may have any strides; forward only. */
 template <typename T, bool BACKWARD, bool SCATTERED> struct TinyLogsumexp {
     const TinyArgs &a;
     struct Row {
@@ -90,7 +90,7 @@ struct Tiny {
             return why_not_class(TINY_ROWS, p.row_class(), p.rows, p.n);
         return why_not_close(p, call);
     }
-    /* Why rows are not for tiny_rows, or NULL. */
+    /* Why the rows do not follow each other closely, for tiny_rows, or NULL. */
     static const char *why_not_close(const Problem &p, const Call &call) {
         if (const char *const reason = why_not_slabs(p, call))
             return reason;

@@ -17,7 +17,7 @@ struct UnalignedArgs {
     elementwise::Outer<TENSORS - 1> rows;
     rafter_dtype lse_dtype, dlse_dtype;
     int n;
-    Divisor row_packs; /* that a row touches wherever it begins */
+    Divisor row_packs; /* packs that a row may touch, wherever it begins */
     unsigned items;    /* packs of all rows */
 };
 
@@ -45,7 +45,7 @@ __global__ __launch_bounds__(THREADS, 8) void unaligned_gradients(const __grid_c
         if constexpr (NARROW<T>) {
             lse[k] = load_number_now(a.tensors.data[LSE], a.lse_dtype, at[LSE]);
             dlse[k] = load_number_now(a.tensors.data[DLSE], a.dlse_dtype, at[DLSE]);
-        } else { /* what PackAnywhere<float> loads is also used here: issued in order, it would be waited for */
+        } else { /* PackAnywhere<float> uses what it loads at once: loads in order would wait for it */
             lse[k] = load_number(a.tensors.data[LSE], a.lse_dtype, at[LSE]);
             dlse[k] = load_number(a.tensors.data[DLSE], a.dlse_dtype, at[DLSE]);
         }
@@ -81,7 +81,7 @@ struct UnalignedRows {
         return 0;
     }
 
-    /* One number per row, expanded along the rows. */
+    /* A view of one number per row, expanded along the rows. */
     static rafter_view expanded(const rafter_view &numbers, const Call &call) {
         rafter_view view = dim_last(numbers, call.dim);
         view.shape[view.ndim - 1] = call.x.shape[call.dim];

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* logsumexp over a long dimension that is not the last one in memory (cuda/slab_windows.cuh). */
+/* Forward over a long dimension that is not the last one in memory: a block takes a window of adjacent rows, or a part
+ * of its steps; a second kernel merges the parts (cuda/slab_windows.cuh). */
 #include "cuda/slab_windows.cuh"
 #include "ops/logsumexp/cuda/row_logsumexp.cuh"
 
@@ -11,7 +12,7 @@ struct WindowArgs {
     RowStats *part_stats; /* if windows have parts */
 };
 
-constexpr int RESIDENT = 65536 / 80; /* threads of a multiprocessor, by registers */
+constexpr int RESIDENT = 65536 / 80; /* threads per multiprocessor, of 80 registers each */
 
 template <typename T>
 __global__ __launch_bounds__(WINDOW_BLOCK, 3) void window_statistics(const __grid_constant__ WindowArgs a) {

@@ -18,7 +18,7 @@ __global__ void put_hash(const __grid_constant__ LineExchange<float> exchange) {
     exchange.put_hash();
 }
 
-/* A part of a line: e^lse, as the statistics of one element are. */
+/* The statistics of a rank's part of a line: those of one element with the value lse. */
 DEVICE RowStats part_of_line(float lse) {
     if (isnan(lse))
         return {0.0f, NAN};
