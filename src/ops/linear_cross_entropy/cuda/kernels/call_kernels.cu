@@ -37,15 +37,15 @@ DEVICE void copy_row(const CopyOfActive &copy, int64_t row, bool ignored, int64_
         destination[i] = ignored ? uint16_t(0) : from[i * copy.step];
 }
 
-/* As ActiveRows has it: see there. */
+/* A row's class as ActiveRows::classes has it. */
 DEVICE int column_of_class(const Loss &loss, int row_class) {
     if (row_class < 0 || !loss.shared)
         return row_class;
     return loss.has_class(row_class) ? static_cast<int>(loss.column_of(row_class)) : ELSEWHERE;
 }
 
-/* ActiveRows' order and classes, and the copy of x, for this block's share of the rows. Each block
- * counts the active rows before its share itself. */
+/* Writes ActiveRows' order and classes, and the copy of x, for this block's share of the rows. Each block
+ * itself counts the active rows before its share. */
 DEVICE void list_active_rows(const Loss &loss, bool drop_ignored, int blocks, int *order, int *classes,
                              const CopyOfActive &copy) {
     __shared__ int warp_totals[2][WARP]; /* active rows per warp; two sets, used alternately */
@@ -89,12 +89,12 @@ DEVICE void list_active_rows(const Loss &loss, bool drop_ignored, int blocks, in
 
 /* ---- the first kernel ------------------------------------------------------------------------ */
 
-/* With dentropy, the gradients of the loss and of the entropy share no factor but the logit scale.
- * And rows have coefficients of their own if they have weights, a z-loss or an upstream gradient
- * each, which may be too large or too small for fp16. So rows divide them by the power of two next to
- * the largest one: then dz, rounded to 16 bits, has the same size as otherwise; and alpha contains
- * it. With Loss::row_units they do so one by one, and the unit here is 1. Called by a block; every
- * thread gets alpha, without row_scale. */
+/* With dentropy, the gradients of the loss and of the entropy share no factor but the logit scale. And if
+ * rows have weights, a z-loss or an upstream gradient each, they have coefficients of their own, which may
+ * be too large or too small for fp16. So all coefficients are divided by a power of two next to the
+ * largest one, the unit: then dz, rounded to 16 bits, has the same size as in other calls. alpha contains
+ * the unit. With Loss::row_units each row has its own unit, and the one here is 1. Called by a block;
+ * every thread gets alpha, without row_scale. */
 DEVICE double divide_upstream(Loss loss, Prepared *prepared) {
     __shared__ float warp_largest[WARP];
     const double common = common_upstream(loss, prepared->totals) / loss.scale;
@@ -194,7 +194,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_each_row(const __grid_cons
     add_block_totals(totals, block_totals + blockIdx.x);
 }
 
-/* Zeros dx of the rows that are not active. By all blocks. */
+/* Zeros dx of the rows that are not active. Called by all blocks. */
 template <typename U> DEVICE void zero_inactive(const ActiveRows &active, int64_t columns, U *dx, int64_t stride) {
     for (int64_t k = *active.count + int64_t(blockIdx.x); k < active.all; k += gridDim.x)
         for_elements<WIDE<U>>(columns, [&](int64_t i, auto n) {
@@ -331,8 +331,8 @@ void CommonBuffers::use(Run *run, char *workspace) const {
 }
 
 void prepare(Run *run, const ActiveRowsSetup &setup) {
-    /* Per block that lists rows: each one reads all labels, or all before its own. Blocks also
-     * clear the lists of rows by label, which has an element per class. */
+    /* The least of a block that lists rows, which reads all labels, or all before its own. Blocks also clear
+     * the list of rows by label, which has an element per class. */
     constexpr int LEAST_ROWS = 64, LEAST_CLASSES = 4096;
     const int64_t most = run->context->cuda_state->multiprocessors - 1;
     const int64_t for_rows = ceil_div<int64_t>(run->problem.rows, LEAST_ROWS),
@@ -396,7 +396,7 @@ void store_dbias(const Run &run, const float *sums) {
 }
 
 void zero_ignored_dx(const Run &run, int64_t first, int64_t rows) {
-    /* Otherwise alpha is the logit scale over a number of rows. */
+    /* In other calls alpha is finite: the logit scale over a number of rows. */
     const bool may_be_infinite = run.loss.reduction != RAFTER_NONE && !run.loss.dentropy.data &&
                                  (run.loss.dloss.data || run.loss.denominator || run.loss.class_weight);
     const rafter_view &view = run.call.dx;

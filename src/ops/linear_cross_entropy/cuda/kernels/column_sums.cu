@@ -14,12 +14,12 @@ namespace {
 
 constexpr int SUM_THREADS = 256, IN_FLIGHT_ROWS = 8;
 constexpr int COLUMNS = SUM_THREADS * WIDE<bf16>;
-constexpr int STAGED_ROWS = SUM_THREADS;         /* whose coefficients are in shared memory */
-constexpr int64_t BLOCKS = 792, LEAST_ROWS = 32; /* blocks of a sum; rows per chunk */
+constexpr int STAGED_ROWS = SUM_THREADS;         /* whose coefficients are in shared memory at a time */
+constexpr int64_t BLOCKS = 792, LEAST_ROWS = 32; /* blocks of a sum, at most; rows per chunk, at least */
 
 /* ---- what is summed -------------------------------------------------------------------------- */
 
-/* w_v W_v, or W_v without class weights. */
+/* Rows of W times their class weights w_v. */
 template <typename T> struct WeightRows {
     const T *weight;
     int64_t stride, classes;
@@ -41,7 +41,7 @@ template <typename T> struct WeightRows {
     }
 };
 
-/* spread x, of active rows. */
+/* Active rows of x times their spread. */
 template <typename T> struct SpreadRows {
     ActiveX<T> x;
     int64_t first, rows;
@@ -62,7 +62,7 @@ template <typename T> struct SpreadRows {
     }
 };
 
-/* dz of active rows, as it is, or p e - spread w_v; at_label at the label. */
+/* dz of active rows: as it is stored, or from exponentials e as p e - spread w_v. At the label it is at_label. */
 template <typename T> struct DzRows {
     ActiveRows active;
     int64_t first, rows;

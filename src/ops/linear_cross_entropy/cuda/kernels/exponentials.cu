@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Exponentials on their way into products, and dx on its way out: see hopper_steps.cuh. */
+/* What is done to exponentials before the products for dx and dW, and to dx after its product: see
+ * hopper_steps.cuh. */
 #include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
 
 namespace lce {
@@ -31,7 +32,7 @@ template <typename T> struct Exponentials {
 };
 
 /* Rescales the tiles of a row whose pivot is not the row's, which happens if logits are further
- * apart than the dtype's range allows. By a block. */
+ * apart than the dtype's range allows. Called by a block. */
 template <typename T>
 DEVICE void rescale_tiles(const Exponentials<T> &e, int64_t index, const RowStats *stats, int tiles, float row_pivot,
                           const Loss &loss) {
@@ -70,7 +71,7 @@ __global__ __launch_bounds__(LABEL_THREADS) void unify_pivots(const __grid_const
 }
 
 /* Multiplies e^t of a row by level + tilt * t: the gradient of the entropy. t is the logarithm of the
- * rounded e^t; its error, 2^-9 or 2^-12, is as large as that of the product's rounding. By a block. */
+ * rounded e^t; its error, 2^-9 or 2^-12, is as large as that of the product's rounding. Called by a block. */
 template <typename T>
 DEVICE void tilt_exponentials(const Exponentials<T> &e, int64_t index, const RowGradient &gradient, int64_t classes) {
     constexpr int N = WIDE<T>;
@@ -100,7 +101,7 @@ struct Slope {
     }
 };
 
-/* e of a row to slope(e) * (level * e - spread * w_v). By a block. */
+/* Replaces e of a row by slope(e) * (level * e - spread * w_v). Called by a block. */
 template <typename T>
 DEVICE void subtract_spread(const Exponentials<T> &e, int64_t index, const RowGradient &gradient, const Loss &loss) {
     constexpr int N = WIDE<T>;
@@ -260,7 +261,7 @@ void store_rank_dx(const HopperRun &run, const float *sums, const RowGradient *g
 void store_dx_rows(const HopperRun &run, int64_t first, int64_t rows, const float *sums, const RowGradient *gradients,
                    int parts, int64_t part_stride) {
     const Problem &p = run.problem;
-    /* Few rows: several blocks for each, which have 4 columns per thread. */
+    /* If rows are few, each takes several blocks, with at least 4 columns per thread. */
     const int64_t wanted = ceil_div<int64_t>(2 * run.context->cuda_state->multiprocessors, rows),
                   most = ceil_div<int64_t>(p.depth, 4 * LABEL_THREADS);
     const int row_blocks = static_cast<int>(max(int64_t(1), min(wanted, most)));

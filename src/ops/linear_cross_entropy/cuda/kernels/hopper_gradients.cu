@@ -20,7 +20,7 @@ struct DweightTask {
     ActiveRows active;
     tiles::SplitSums split;
     int64_t first_row, rows; /* dz's, among the active rows */
-    int64_t scaled; /* 0: x is the call's; else rows of x_scaled, of which the last ones are dz's active rows */
+    int64_t scaled;          /* rows of x_scaled, of which the last ones are dz's active rows; 0: x is the call's */
     int64_t classes, depth;
     const float *alpha; /* factor of the sums; NULL: 1 */
     void *out;          /* dW of dz's classes */
@@ -47,12 +47,13 @@ struct DxTask {
     bool wide; /* tiles::ClusterShape */
 };
 
-/* dx itself; or fp32 sums of active rows, written or added to; or the sums of each part of the
- * classes, apart. */
+/* What a product for dx writes. RESULTS: dx itself. SUMS: fp32 sums of active rows; MORE_SUMS adds to
+ * them. PART_SUMS: fp32 sums of each part of the classes, apart. */
 enum DxEnd { RESULTS, SUMS, MORE_SUMS, PART_SUMS };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+/* A job that needs to know nothing about its rows. */
 struct NoRows {
     int row;
     template <typename Job> DEVICE void load(const Job &, int first) {
@@ -60,7 +61,7 @@ struct NoRows {
     }
 };
 
-/* dW is stored as U: T, or fp32. */
+/* The Job of tiles::multiply for dW, which is stored as U: T or fp32. ADD: adds to what `out` holds. */
 template <typename T, typename U, bool ADD> struct DweightJob {
     typedef NoRows Rows;
     static constexpr bool PACKED = sizeof(U) == 2, KEEPS_PARTS = false;
@@ -171,6 +172,7 @@ struct DxRows {
     }
 };
 
+/* The Job of tiles::multiply for dx, which is stored as U: T or fp32. END: a DxEnd. */
 template <typename T, typename U, int END> struct DxJob {
     typedef std::conditional_t<END == RESULTS, DxRows, NoRows> Rows;
     static constexpr bool PACKED = sizeof(U) == 2, KEEPS_PARTS = END == PART_SUMS;
@@ -197,7 +199,7 @@ template <typename T, typename U, int END> struct DxJob {
         return {&w, 0, static_cast<int>(task.first_class)};
     }
 
-    /* Multiplies e W by p, and adds the part of the label's element of dz. */
+    /* Multiplies the sums e W by p, and adds the label's element of dz times W[label]. */
     template <int COUNT> DEVICE void add_label(float (&e)[COUNT], const Rows &loaded, int column) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -299,7 +301,7 @@ template <typename T, typename U, int END> struct DxJob {
 
 #endif /* __CUDA_ARCH_FEAT_SM90_ALL */
 
-/* x: the call's, and the copy of its active rows; or x_scaled twice. */
+/* x, copy: the call's x, and the copy of its active rows; or x_scaled twice. */
 template <typename T, typename U, bool ADD>
 __global__ __launch_bounds__(tiles::THREADS, 1) void dweight_kernel(const __grid_constant__ CUtensorMap dz,
                                                                     const __grid_constant__ CUtensorMap x,
@@ -361,7 +363,7 @@ Matrix dz_matrix(const Dz &dz, int64_t rows) {
     return {dz.data, rows, dz.classes, dz.stride};
 }
 
-/* dx of the call's rows up to the task's last one, times alpha; or sums of the task's rows. */
+/* Where dx goes: dx of the call's rows up to the task's last one, times alpha; or sums of the task's rows. */
 struct DxOut {
     rafter_dtype dtype;
     void *data;
@@ -407,8 +409,8 @@ template <int END> rafter_status launch_dx(const HopperRun &run, const DxInput &
     return RAFTER_OK;
 }
 
-/* The parts that all tiles of dx are split into, if there is one tile of rows, and the parts are
- * better added up by a kernel of their own; else 1. */
+/* How many parts all tiles of dx are split into, if there is one tile of rows, and a kernel of its own adds
+ * up the parts faster; else 1. */
 int dx_parts(const HopperRun &run, const DxInput &in) {
     if (run.problem.invariant)
         return 1;
@@ -424,8 +426,8 @@ int dx_parts(const HopperRun &run, const DxInput &in) {
     return all_split && (shape.wide || scheduler.parts > MANY_PARTS) ? scheduler.parts : 1;
 }
 
-/* Few rows: parts are many and large. All blocks add them up, in store(parts, elements between parts),
- * faster than the blocks that finish last. */
+/* Forms dx. With few rows, tiles are split into many parts. Then store(parts, elements between parts), a
+ * kernel of many blocks, adds them up: that is faster than leaving it to the blocks that finish last. */
 template <typename Store>
 rafter_status form_dx(const HopperRun &run, const DxInput &input, const DxOut &out, Store store) {
     const int parts = dx_parts(run, input);

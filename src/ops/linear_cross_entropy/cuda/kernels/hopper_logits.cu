@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Logits that never leave the chip: x W^T on Hopper's tensor cores (cuda/tiles.cuh), of which each
- * tile of 128 rows x 256 classes is converted, in the registers that summed it, to statistics,
- * exponentials or dz: see hopper_steps.cuh. For 16-bit inputs.
+ * Logits that never leave the chip: x W^T on Hopper's tensor cores (cuda/tiles.cuh). Each tile of 128
+ * rows x 256 classes is converted to statistics, exponentials or dz in the registers that summed it:
+ * see hopper_steps.cuh. For 16-bit inputs.
  */
 #include "cuda/tile_results.cuh"
 #include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
@@ -22,10 +22,10 @@ constexpr int PART = tiles::CHUNK; /* columns of the results that are stored at 
 /* ---- range of stored exponentials ------------------------------------------------------------ */
 
 /* Exponentials are stored relative to a pivot that is chosen before a row's maximum is known. A
- * logit may be HEADROOM above its pivot, in units of u; if a tile's sum is above MOST_SUM, one may
- * be higher than that, and the tile takes another pivot. MOST_SUM is below e^HEADROOM, so that a row
- * keeps its pivot if only another row of the warp is too high. from_sample is the pivot that the row's
- * estimated statistics suggest; from_max is the one that suits a tile with this maximum. */
+ * logit may be up to HEADROOM above its pivot, in units of u. If a tile's sum is above MOST_SUM, one
+ * may be higher than that, and the tile takes another pivot. MOST_SUM is below e^HEADROOM, so that a
+ * row keeps its pivot if only another row of the warp is too high. from_sample: the pivot that a row's
+ * estimated statistics suggest. from_max: the pivot that suits a tile with this maximum. */
 template <typename T> struct ExpRange;
 
 /* bf16 has the range of a float, so any pivot within 70 of the maximum will do. */
@@ -45,7 +45,7 @@ template <> struct ExpRange<bf16> {
  * the probabilities, in units of u: then a probability of 1 is 3000 to 8000, and one of 2e-8 still
  * has 11 bits. */
 template <> struct ExpRange<fp16> {
-    static constexpr float HEADROOM = 11.0f, MOST_SUM = 59000.0f; /* below e^11, see there */
+    static constexpr float HEADROOM = 11.0f, MOST_SUM = 59000.0f; /* below e^11 */
     static constexpr float LIFT = 8.0f, LIFT_OF_MAX = 9.0f, MOST_MARGIN = 1e38f;
 
     static DEVICE float from_sample(const RowStats &sample, float scale) {
@@ -137,7 +137,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
         for (int k = 0; k < 128; k++)
             d[k] = capped_fast(d[k], task.softcap, rate);
     }
-    /* The derivative of the softcap where its value is v, 1 if there is no softcap; 0 past the last
+    /* The derivative of the softcap where the capped logit is v; 1 if there is no softcap; 0 past the last
      * class, where v is -inf. (A branch would keep more registers in use than there are.) */
     DEVICE float slope_at(float v) const {
         const float t = v * task.inverse_softcap;
@@ -161,7 +161,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
     static DEVICE bool holds(int at) {
         return at >= 0 && (at / 2 & 3) == static_cast<int>(threadIdx.x & 3);
     }
-    /* This thread's sum of row i at that column. */
+    /* This thread's logit of row i at that column. */
     static DEVICE float sum_at(const float (&d)[128], int i, int at) {
         float sum = 0.0f;
 #pragma unroll
@@ -263,7 +263,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
         }
     }
 
-    /* Exponentials, relative to a pivot per row that suits their dtype; `max` returns the pivots. */
+    /* Forms exponentials, relative to a pivot per row that suits their dtype. `max` returns the pivots. */
     DEVICE void form_exponentials(float (&d)[128], float (&max)[2], float (&sum)[2], float (&moment)[2]) const {
         typedef ExpRange<T> Range;
         float pivot[2] = {}, tile_max[2];
@@ -303,6 +303,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
         }
     }
 
+    /* Computes statistics, and exponentials if they are wanted. `at`: the label's column in the tile, or -1. */
     DEVICE void collect(float (&d)[128], int64_t first_class, int columns, int tile, const int (&at)[2]) const {
         float max[2], sum[2], moment[2];
         OptionStats more[2] = {};
@@ -340,7 +341,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
             }
     }
 
-    /* dz is stored part by part: all of it, packed, would take more registers than there are. */
+    /* Computes dz. It is stored part by part: all of it, packed, would take more registers than there are. */
     DEVICE void differentiate(float (&d)[128], int64_t first_class, int columns, const int (&at)[2]) const {
         ScaledExp<T> exp[2];
         if constexpr (CAPS)
@@ -381,7 +382,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
             tiles::store_part<false>(packed, part, staging, out);
         }
     }
-    /* The label's element of dz, before it is rounded. */
+    /* Stores the label's element of dz, before it is rounded. */
     DEVICE void store_label(const float (&e)[PART / 2], int part, const int (&at)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -391,7 +392,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
                     if (tiles::column_of(part * (PART / 8) + k / 2) + k % 2 == at[i])
                         task.dz_label[task.first_row + rows.row[i]] = e[k / 2 * 4 + 2 * i + k % 2];
     }
-    /* The gradient of the entropy, and the spread of label smoothing, of a part of dz. */
+    /* Adds the gradient of the entropy, and the spread of label smoothing, to a part of dz. */
     DEVICE void add_entropy_and_spread(const float (&d)[128], float (&e)[PART / 2], int64_t first_class, int columns,
                                        int part) const {
         if (task.differentiates_entropy)
@@ -435,6 +436,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
+/* The Job of tiles::multiply. */
 template <typename T, int MODE, int OPTIONS> struct LogitJob {
     typedef TileRows<MODE> Rows;
     static constexpr int HELD = 0;
@@ -468,7 +470,7 @@ template <typename T, int MODE, int OPTIONS> struct LogitJob {
 
 #endif /* __CUDA_ARCH_FEAT_SM90_ALL */
 
-/* x: the call's, and the copy of its active rows. */
+/* x, copy: the call's x, and the copy of its active rows. */
 template <typename T, int MODE, int OPTIONS>
 __global__ __launch_bounds__(tiles::THREADS, 1) void logits_kernel(const __grid_constant__ CUtensorMap x,
                                                                    const __grid_constant__ CUtensorMap copy,

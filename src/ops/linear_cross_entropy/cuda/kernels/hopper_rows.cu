@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The end of rows of the Hopper variants: see hopper_steps.cuh. */
+/* How the Hopper variants finish rows: results and coefficients from the statistics of tiles; see
+ * hopper_steps.cuh. */
 #include <type_traits>
 
 #include "ops/linear_cross_entropy/cuda/finish_row.cuh"
@@ -9,12 +10,12 @@ namespace lce {
 
 namespace {
 
-constexpr int ROW_BLOCKS = 6; /* of finish_tiles_kernel, that fit on a multiprocessor */
+constexpr int ROW_BLOCKS = 6; /* blocks of finish_tiles_kernel per multiprocessor */
 constexpr int ROW_WARPS = ROW_THREADS / WARP;
 
-/* Converts a row's exponentials, each tile's relative to its own maximum, to dz in place, by a
- * warp: a pack per lane from each of TILES tiles at a time. The first ones are loaded before the
- * row's gradient is known. */
+/* A warp that converts a row's exponentials to dz in place. Those of each tile are relative to the
+ * tile's own maximum. A lane takes a pack from each of TILES tiles at a time. The first packs are loaded
+ * before the row's gradient is known. */
 template <typename T> struct RowConversion {
     static constexpr int N = WIDE<T>, TILES = 4, CLASSES = TILES * TILE_CLASSES;
     static_assert(TILE_CLASSES == WARP * N, "one pack per lane");
@@ -34,8 +35,8 @@ template <typename T> struct RowConversion {
                 max[k] = stats[first / TILE_CLASSES + k].max;
             }
     }
-    /* Classes from `begin` on, which are loaded, up to `end`. With a softcap, exponentials have been
-     * multiplied by its derivative, and there is no label smoothing. */
+    /* Converts classes [begin, end), of which the first have been loaded. With a softcap, exponentials have
+     * been multiplied by its derivative, and there is no label smoothing. */
     DEVICE void finish(int64_t begin, int64_t end, const RowGradient &gradient, int label, const Loss &loss) {
         for (int64_t first = begin; first < end; first += CLASSES) {
             if (first > begin)
@@ -68,7 +69,7 @@ template <typename T> struct RowConversion {
     }
 };
 
-/* The value of lane `from`. */
+/* The gradient that lane `from` has. */
 DEVICE RowGradient from_lane(const RowGradient &gradient, int from) {
     return {__shfl_sync(~0u, gradient.constant, from) != 0,
             __shfl_sync(~0u, gradient.pivot, from),
@@ -80,7 +81,7 @@ DEVICE RowGradient from_lane(const RowGradient &gradient, int from) {
             0.0f};
 }
 
-/* Statistics of a row over a tile. */
+/* The statistics of a row over a tile. */
 template <int OPTIONS> DEVICE LossStats<OPTIONS> load_tile(const RowStats *stats, const OptionStats *more, int64_t at) {
     LossStats<OPTIONS> g = no_columns<OPTIONS>();
     g.s = stats[at];
@@ -94,10 +95,10 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> load_tile(const RowStats *stats
     return g;
 }
 
-/* Fits the coefficients of a row to the place of the spread. SPREAD_APART: it is not part of
- * at_label, because it is subtracted from all classes. SPREAD_IN_EXPONENTIALS: the larger of p and the
- * spread becomes p, a factor of both; the exponentials get what is left of p, `level`, and of the
- * spread. So they have no large elements if p is small, or 0. `here`: this rank has the label. */
+/* Adapts the coefficients of a row to the place where the spread is subtracted. SPREAD_APART: the spread
+ * is not part of at_label, because it is subtracted from all classes. SPREAD_IN_EXPONENTIALS: p becomes
+ * the larger of p and the spread, a factor of both; the exponentials get what is left of p, `level`, and
+ * of the spread. So they have no large elements if p is small, or 0. `here`: this rank has the label. */
 DEVICE void place_spread(const Loss &loss, int64_t label, bool here, SpreadPlace place, RowGradient *gradient) {
     if (gradient->constant)
         return;
@@ -128,10 +129,11 @@ DEVICE void put_gradient(const Loss &loss, int64_t k, int label, RowGradient *gr
  * (or NULL) those of all active rows. If `exponentials` is not NULL, these rows' exponentials are
  * converted to dz. `saved`: where the rows' statistics are stored, or NULL.
  *
- * row_blocks > 1: a row has so many blocks. Each one merges all of the row's tiles, and its warps convert
- * `piece_classes` classes each; the first warp writes the row's results.
+ * row_blocks > 1: a row takes this many blocks. Each of them merges all of the row's tiles, and its warps
+ * convert `piece_classes` classes each; the first warp of the row writes its results.
  *
- * finished: if these are all rows of the call, where blocks are counted. The last one writes the loss. */
+ * finished: not NULL if these are all rows of the call: counts the blocks, of which the last one writes the
+ * loss. */
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     const __grid_constant__ Loss loss, const __grid_constant__ ActiveRows active, int64_t first, int64_t rows, int each,
@@ -141,7 +143,7 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     Totals *block_totals, unsigned *finished) {
     wait_for_previous_kernel();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int64_t unit = blockIdx.x / row_blocks; /* of blocks */
+    const int64_t unit = blockIdx.x / row_blocks; /* the blocks of a row, or a block */
     const int piece = row_blocks > 1 ? static_cast<int>(blockIdx.x - unit * row_blocks) * ROW_WARPS + warp : 0;
     const int64_t begin = row_blocks > 1 ? unit : (unit * ROW_WARPS + warp) * each, index = begin + lane,
                   first_class = piece * piece_classes,
@@ -296,8 +298,8 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_ranks(const __grid_constan
 
 /* ---- host side ------------------------------------------------------------------------------- */
 
-/* Rows per warp of finish_tiles_kernel: if they have few tiles, so many that all warps
- * run at the same time. */
+/* Rows per warp of finish_tiles_kernel. If rows have few tiles: so many that all warps run at the same
+ * time. */
 int rows_per_warp(const Run &run, int64_t rows, int64_t tiles) {
     constexpr int FEW = 8;
     const int64_t warps = run.context->cuda_state->multiprocessors * ROW_BLOCKS * (ROW_THREADS / WARP);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Host code that both Hopper variants share: see hopper_steps.cuh. */
+/* Host code that all Hopper variants share: see hopper_steps.cuh. */
 #include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
 
 namespace lce {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * dW[label] += factor * at_label * x, in fp32, rounded once, for all rows of a label in their
- * order: the label's elements of dz, which the Hopper product of exponentials leaves out.
+ * dW[label] += factor * at_label * x for all rows: the labels' elements of dz, which the Hopper product
+ * of exponentials leaves out. The rows of a label are summed in fp32, in a fixed order, and rounded once.
  */
 #include <type_traits>
 
@@ -83,8 +83,8 @@ template <typename T, typename U> struct LabelSums {
         return {gradients[k].at_label, x.at(k)};
     }
 
-    /* A label of fewer than MANY_ROWS rows, of which the caller has loaded the first. One or two
-     * rows are known without a search. */
+    /* Adds the rows of a label with fewer than MANY_ROWS rows, of which the caller has loaded the first. One
+     * or two rows are known without a search. */
     DEVICE void add_few(int label, const Labels::Class &rows, const Row &first) const {
         __shared__ int found[MANY_ROWS];
         const float by = scale();
@@ -106,8 +106,8 @@ template <typename T, typename U> struct LabelSums {
         });
     }
 
-    /* A label of more rows, in COLUMNS columns from `first` on: some lanes per row; their sums are
-     * then added in a fixed order. */
+    /* Adds the rows of a label with more rows, in COLUMNS columns from `first` on. LANES threads take a row;
+     * their sums are then added in a fixed order. */
     DEVICE void add_many(int label, const Labels::Class &rows, int64_t first) const {
         constexpr int N = WIDE<T>, LANES = COLUMNS / N, ROWS_AT_ONCE = ADD_THREADS / LANES;
         __shared__ int found[SEARCHED_AT_ONCE];

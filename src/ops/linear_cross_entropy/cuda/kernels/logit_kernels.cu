@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels on fp32 logits, and the cuBLASLt products around them: see
- * cublaslt_steps.cuh. */
+/* Kernels on fp32 logits, and the cuBLASLt products around them: see cublaslt_steps.cuh. */
 #include <type_traits>
 
 #include "ops/linear_cross_entropy/cuda/cublaslt_steps.cuh"
@@ -53,8 +52,8 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_block(LossStats<OPTIONS> 
     return g;
 }
 
-/* Statistics of the block's `n` logits of a row, of the classes from first_class on. The result is
- * in thread 0. T: the dtype of the inputs. */
+/* The statistics of the block's `n` logits of a row, of the classes from first_class on. Thread 0 gets
+ * the result. T: the dtype of the inputs. */
 template <typename T, int OPTIONS>
 DEVICE LossStats<FULL> collect_part(float (&z)[PACKS][4], const float *row, const float *bias, int64_t first_class,
                                     int n, int64_t label, const Loss &loss) {
@@ -199,8 +198,8 @@ __global__ __launch_bounds__(MOST_THREADS) void convert(const __grid_constant__ 
 
 constexpr int SUM_COLUMNS = 64, SUM_ROWS = 8;
 
-/* Adds the sum of dz over the tile's rows, not rounded, to sums[v], v being the tile's classes. `units`:
- * see Run. Blocks of SUM_COLUMNS x SUM_ROWS threads. */
+/* Adds the sum of dz over the tile's rows, of values that are not rounded, to sums[v] for the tile's classes
+ * v; `first`: sets it. `units`: see Run. Blocks of SUM_COLUMNS x SUM_ROWS threads. */
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(SUM_COLUMNS *SUM_ROWS) void sum_dz(const __grid_constant__ LogitTile tile,
                                                                 const __grid_constant__ Loss loss,

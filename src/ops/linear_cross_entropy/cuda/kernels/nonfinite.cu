@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Infinities and NaN in ignored rows of x: see gradient_steps.cuh. */
+/* Finds infinities and NaN in ignored rows of x, and repairs dW: see gradient_steps.cuh. */
 #include "ops/linear_cross_entropy/cuda/gradient_steps.cuh"
 
 namespace lce {
 
 namespace {
 
+/* A block per row. */
 template <typename T>
 __global__ void find_in_ignored_rows(const __grid_constant__ Loss loss, const T *x, int64_t stride, int64_t depth,
                                      Common *common) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Classes that are spread over ranks: see call_steps.cuh. */
+/* The exchange between ranks over which classes are spread: see call_steps.cuh. */
 #include "ops/linear_cross_entropy/cuda/call_steps.cuh"
 #include "ops/loss_group.cuh"
 
@@ -29,7 +29,7 @@ __global__ __launch_bounds__(ROW_THREADS) void merge_ranks(const __grid_constant
         stats[k] = loss_group::merged(exchange, order ? order[k] : k, loss);
 }
 
-/* A block per row. */
+/* Puts sums of active rows in the order of the call's rows: a block per row. */
 __global__ __launch_bounds__(256) void scatter_rows(const __grid_constant__ ActiveRows active, int64_t stride,
                                                     const float *sums, float *to) {
     wait_for_inputs();

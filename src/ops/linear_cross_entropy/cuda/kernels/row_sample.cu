@@ -7,6 +7,7 @@ namespace lce {
 
 namespace {
 
+/* Warps of a block, with a row each; sampled classes; warps that sample a row. */
 constexpr int ROW_WARPS = 8, SAMPLES = 4, SAMPLE_WARPS = 4;
 
 /* Statistics of every active row, estimated from SAMPLES of its logits and the label's: in a trained

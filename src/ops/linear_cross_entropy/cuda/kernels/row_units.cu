@@ -21,7 +21,8 @@ __global__ __launch_bounds__(UNIT_THREADS) void find_units(const __grid_constant
     units[k] = static_cast<float>(row_unit(loss, row, loss.class_of(loss.load_label(row))));
 }
 
-/* One block. Rows that are ignored have the unit 1, which must not outweigh the others: their dz is 0. */
+/* One block: the largest unit, and dW's alpha. Ignored rows do not count: their unit is 1, which might be the
+ * largest, but their dz is 0. */
 __global__ __launch_bounds__(LARGEST_THREADS) void find_largest(const __grid_constant__ Loss loss, const int *order,
                                                                 float *units, const float *alpha) {
     wait_for_inputs();
@@ -41,7 +42,7 @@ __global__ __launch_bounds__(LARGEST_THREADS) void find_largest(const __grid_con
     units[loss.rows + 1] = units[loss.rows] * *alpha;
 }
 
-/* A block per row. */
+/* Scales x for dW: a block per row. */
 __global__ __launch_bounds__(UNIT_THREADS) void scale_x(const __grid_constant__ ActiveX<fp16> x, int64_t columns,
                                                         const float *units, fp16 *to, int64_t stride) {
     wait_for_inputs();
@@ -56,7 +57,7 @@ __global__ __launch_bounds__(UNIT_THREADS) void scale_x(const __grid_constant__ 
         to[i] = from_float<fp16>(factor * to_float(from[i]));
 }
 
-/* A block per row. */
+/* Multiplies sums by the units: a block per row. */
 __global__ __launch_bounds__(UNIT_THREADS) void multiply_sums(const float *units, const int *count, int64_t columns,
                                                               float *sums, int64_t stride) {
     wait_for_inputs();
