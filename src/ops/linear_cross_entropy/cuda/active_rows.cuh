@@ -17,8 +17,8 @@ namespace lce {
 /* Numbers of the whole call, on the device. */
 struct Common {
     Prepared prepared;
-    /* dloss / denominator * logit scale, which all rows share: applied when gradients are stored. With
-     * dentropy: see divide_upstream. */
+    /* The factor that all rows share, dloss / denominator * logit scale: applied when gradients are stored.
+     * With Loss::divides_upstream: see divide_upstream. */
     float alpha;
     int found_nonfinite; /* an ignored row of x holds an infinity or NaN */
     int active;          /* number of active rows */
@@ -27,15 +27,15 @@ struct Common {
 
 /* ---- active rows ----------------------------------------------------------------------------- */
 
+constexpr int ELSEWHERE = INT_MAX; /* in place of a column: the label's class is another rank's */
+
 /* The rows that the Hopper products multiply: the `count` rows that are not ignored, in their
  * order; or, if ignored rows are not dropped, all rows. Kernels number rows by this list: its k-th
- * row is the call's row order[k]. Behind the active rows, `order` has the other ones.
+ * row is the call's row order[k]. After the active rows, `order` has the other ones.
  *
  * x of the active rows may be copied. The copy has as many rows as the call, and ends with the last
- * active row: loads past it are out of the tensor map and return 0. If all rows are active, the
+ * active row: loads past it are outside the tensor map and return 0. If all rows are active, the
  * call's own x has the same form. */
-constexpr int ELSEWHERE = INT_MAX; /* the label's class is another rank's */
-
 struct ActiveRows {
     const int *order, *count;
     const int
@@ -52,7 +52,7 @@ struct ActiveRows {
     }
 };
 
-/* x of active rows: the call's, or the copy. */
+/* x of active rows: in the call's x, or in the copy. */
 template <typename T> struct ActiveX {
     ActiveRows active;
     const T *x;
@@ -68,21 +68,21 @@ template <typename T> struct ActiveX {
 
 constexpr int MANY_ROWS = 128; /* a label of this many rows takes several blocks: see add_labels */
 
-/* Which active rows add to dW at their label. `frequent`: the number of labels with MANY_ROWS
- * rows or more, and then these labels, in any order. The results do not depend on the order in
- * which rows are added. */
+/* The active rows that add to dW at their label, listed by label. `frequent`: the number of labels
+ * with MANY_ROWS rows or more, and then these labels, in any order. The results do not depend on the
+ * order in which rows are added to the lists. */
 struct Labels {
     struct alignas(16) Class {
         int count, first, last; /* rows */
     };
-    int *of_row; /* the class, or -1. NULL: no lists are wanted */
+    int *of_row; /* the label's class, or -1. NULL: no lists are wanted */
     Class *of_class;
     int *frequent;
 
     static constexpr int64_t bytes_of_frequent(int64_t rows) {
         return (1 + rows / MANY_ROWS) * int64_t(sizeof(int));
     }
-    /* By all threads of the grid, before the first row is added. Rows are read four at a time, so
+    /* Called by all threads of the grid, before the first row is added. Rows are read four at a time, so
      * of_row is padded to a multiple of four. */
     DEVICE void clear(int64_t rows, int64_t classes) const {
         const int64_t thread = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;

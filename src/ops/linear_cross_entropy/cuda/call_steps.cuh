@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The steps at the beginning and the end of every call: kernels/call_kernels.cu. */
+/* The steps at the beginning and the end of every call: kernels/call_kernels.cu; and the exchange between ranks:
+ * kernels/rank_kernels.cu. */
 #ifndef RAFTER_LCE_CUDA_CALL_STEPS_CUH
 #define RAFTER_LCE_CUDA_CALL_STEPS_CUH
 
@@ -23,7 +24,7 @@ struct Run {
     int64_t blocks;         /* of block_totals so far */
     bool loss_is_written;   /* by the kernel that finished all rows */
     RowGradient *gradients; /* coefficients of every row's gradient; NULL: no gradient is wanted */
-    const float *row_units; /* what they have been divided by: see row_units.cuh; NULL: all rows by the same */
+    const float *row_units; /* what rows' coefficients were divided by: see row_units.cuh; NULL: all by the same */
     const float *bias;      /* of all classes, fp32; NULL: none */
     Operand weight;         /* [classes, depth]: the caller's, or a packed copy */
 
@@ -42,7 +43,7 @@ struct CommonBuffers {
     Buffer<float> bias;
     Buffer<char> weight; /* packed copy of W, unless products can use the caller's */
 
-    /* Enough for finish_rows or finish_tiles over all groups: few rows have a block each. */
+    /* The Totals that finish_rows or finish_tiles write for all groups, at most: few rows have a block each. */
     static int64_t totals_of(int64_t rows, int64_t group) {
         return rows + ceil_div(rows, group) + 1;
     }
@@ -83,12 +84,12 @@ void prepare(Run *run, const ActiveRowsSetup &setup);
  * rows of x become zeros, so that their contents reach no sum. */
 void pack_rows(const Run &run, const rafter_view &view, int64_t first, int64_t rows, char *to);
 
-/* Results and gradient coefficients of rows, from `parts` statistics each, merged in their order,
- * or (NULL) from the caller's lse. `order`: of ActiveRows, or NULL. */
+/* Computes results and gradient coefficients of rows: from `parts` statistics of each row, merged in their
+ * order; or from the caller's lse, if `stats` is NULL. `order`: of ActiveRows, or NULL. */
 void finish_rows(Run *run, const int *order, int64_t first, int64_t rows, const LossStats<FULL> *stats, int parts);
 
-/* Rows [first, first + rows) of a gradient = alpha * sums, or 0 if `sums` is NULL;
- * `add`: to what it holds. `alpha` NULL: the run's. */
+/* Sets rows [first, first + rows) of a gradient to alpha * sums, or to 0 if `sums` is NULL. `add`: adds
+ * that to what the gradient holds. `alpha` NULL: the run's. */
 void store_rows(const Run &run, const rafter_view &view, const RowLayout &layout, bool add, int64_t first, int64_t rows,
                 const float *sums, const float *alpha = NULL);
 void store_dbias(const Run &run, const float *sums);
@@ -101,7 +102,7 @@ void zero_ignored_dx(const Run &run, int64_t first, int64_t rows);
 
 /* Buffers of such calls. */
 struct RankBuffers {
-    Buffer<LossStats<FULL>> stats; /* of every row; not of Hopper's if that has a buffer of its own */
+    Buffer<LossStats<FULL>> stats; /* of every row */
     Buffer<char> exchange;
     Buffer<float> dx; /* of all rows, in their order: before and after the sum over ranks */
     Buffer<float> dx_share;
@@ -109,24 +110,25 @@ struct RankBuffers {
     void place(Layout *layout, const Problem &p);
 };
 
-/* `own`: of the rows in `order` (NULL: in the call's), over this rank's classes. `merged`: over all; may
- * be `own`. */
+/* Exchanges the statistics of all rows. `own`: over this rank's classes; `merged`: over all classes; may be
+ * `own`. Both have the rows in the order of `order` (NULL: the call's). */
 rafter_status exchange_statistics(const Run &run, const int *order, char *exchange, const LossStats<FULL> *own,
                                   LossStats<FULL> *merged);
 
 /* to[order[k]] = sums[k] for the first *count rows, and 0 for the others. */
 void put_in_order(const Run &run, const ActiveRows &active, const float *sums, float *to);
 
-/* Sums dx over the ranks, on the second stream; then stores it, or this rank's share. `dx`: without
- * alpha, in the order of the call's rows. If the rank has no classes, it is set to 0 first. */
+/* begin_dx_sum starts to sum dx over the ranks, on the second stream; end_dx_sum waits, and stores dx or
+ * this rank's share. `dx`: without alpha, in the order of the call's rows; if the rank has no classes, it
+ * is set to 0 first. */
 rafter_status begin_dx_sum(const Run &run, float *dx, float *share);
 rafter_status end_dx_sum(const Run &run, const float *dx, const float *share);
 
 /* Zeros the rows of `dx` that are not active; they are depth_stride() apart. */
 void zero_inactive_rows(const Run &run, const ActiveRows &active, float *dx);
 
-/* The last kernel: the loss, unless finish_tiles has written it. If zero_inactive_dx, it also zeroes dx of the rows that are not
- * active. */
+/* The last kernel: writes the loss, unless finish_tiles has written it. If zero_inactive_dx, it also zeros dx
+ * of the rows that are not active. */
 void finish_call(const Run &run, const ActiveRows &active, bool zero_inactive_dx);
 
 /* ---- launches -------------------------------------------------------------------------------- */

@@ -5,7 +5,7 @@
 
 namespace lce {
 
-/* Without a budget. */
+/* Sizes without a budget. */
 static constexpr int64_t DZ_BYTES = 64 * MIB, TILE_BYTES = 32 * MIB;
 
 const char *CublasLtCompact::why_not(const rafter_cuda_state &, const Call &call) {
@@ -21,7 +21,7 @@ size_t CublasLtCompact::make(const Problem &p, const Limits &limits, int64_t gro
     plan->group = group;
     plan->slice = slice;
     plan->direct_dx = p.dx_layout.direct && !sums_dx;
-    plan->pack_x = !p.x.direct || p.invariant; /* cuBLASLt chooses an algorithm by strides, too */
+    plan->pack_x = !p.x.direct || p.invariant; /* invariant: cuBLASLt chooses an algorithm by strides, too */
     plan->redo_nonfinite = p.dweight && !plan->pack_x;
     /* redo_nonfinite overwrites dW: it cannot be the caller's if that is added to. */
     plan->direct_dweight = p.dweight_layout.direct && !(plan->redo_nonfinite && p.adds_dweight);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Compact with cuBLASLt: for each slice of classes, logits, group by group, and statistics. Then
- * again for each slice: logits, dz of all rows, the slice's dW = dz^T x, and dx += dz W, summed
- * from slice to slice.
+ * Compact with cuBLASLt. First pass over slices of classes: logits, group by group, and their
+ * statistics. Second pass: logits again, dz of all rows, the slice's dW = dz^T x, and dx += dz W,
+ * summed from slice to slice.
  */
 #ifndef RAFTER_LCE_CUDA_CUBLASLT_COMPACT_CUH
 #define RAFTER_LCE_CUDA_CUBLASLT_COMPACT_CUH
@@ -36,8 +36,9 @@ struct CublasLtCompact {
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan);
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace);
 
+    /* Plans with groups of this many rows and slices of this many classes; returns the bytes. */
     static size_t make(const Problem &p, const Limits &limits, int64_t group, int64_t slice, Plan *plan);
-    /* Plans within limits.budget, or if there is no budget, comfortably. */
+    /* Plans within limits.budget; without a budget, with the usual sizes. */
     static size_t fit(const Problem &p, const Limits &limits, Plan *plan);
 };
 

@@ -20,9 +20,9 @@ size_t CublasLtFast::make(const Problem &p, const Limits &limits, int64_t group,
     plan->group = group;
     plan->parts = static_cast<int>(ceil_div<int64_t>(p.classes, MOST_PART));
     plan->one_pass = p.statistics && !p.dbias && p.classes <= MOST_PART;
-    /* Packing leaves out what ignored rows hold. If dW is added to something,
-     * redo_nonfinite is not possible. And cuBLASLt chooses an algorithm by strides, too: in batch-invariant
-     * calls they are always the same. */
+    /* The packed copy has zeros in ignored rows. It is needed if dW is added to something, because then
+     * redo_nonfinite is not possible; and in batch-invariant calls, so that strides are always the same:
+     * cuBLASLt chooses an algorithm by strides, too. */
     plan->pack_x = !p.x.direct || group < p.rows || p.adds_dweight || p.invariant;
     plan->direct_dx = p.dx_layout.direct && !p.invariant;
     plan->direct_dweight = p.dweight_layout.direct && !sums_dweight;
@@ -45,8 +45,8 @@ size_t CublasLtFast::fit(const Problem &p, const Limits &limits, bool good_only,
     if (limits.budget)
         return fit_groups(p, limits.budget, good_only,
                           [&](int64_t group, bool) { return make(p, limits, group, plan); });
-    /* Logits of FAST_TILE_BYTES; or one group of all rows, which needs no fp32 sums, if
-     * that takes no more. */
+    /* Groups whose logits take FAST_TILE_BYTES; or one group of all rows, which needs no fp32 sums, if
+     * that takes no more memory. */
     const int64_t most = FAST_TILE_BYTES / (4 * p.classes);
     const size_t bytes = make(p, limits, even_part(p.rows, max(most, FAST_ROWS), 256), plan);
     Plan one;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Fast with cuBLASLt: for each group of rows, fp32 logits of all classes; statistics; dz,
- * written over the front of each row of logits; the group's dx = dz W; and dW += dz^T x, summed
- * from group to group.
+ * Fast with cuBLASLt. For each group of rows: fp32 logits of all classes; statistics; dz, which
+ * overwrites the front of each row of logits; the group's dx = dz W; and dW += dz^T x, summed from
+ * group to group.
  */
 #ifndef RAFTER_LCE_CUDA_CUBLASLT_FAST_CUH
 #define RAFTER_LCE_CUDA_CUBLASLT_FAST_CUH
@@ -36,7 +36,7 @@ struct CublasLtFast {
 
     /* Plans with groups of this many rows; returns the bytes. */
     static size_t make(const Problem &p, const Limits &limits, int64_t group, Plan *plan);
-    /* Plans within limits.budget, or if there is no budget, comfortably. */
+    /* Plans within limits.budget; without a budget, with the usual sizes. good_only: see fit_groups. */
     static size_t fit(const Problem &p, const Limits &limits, bool good_only, Plan *plan);
 };
 

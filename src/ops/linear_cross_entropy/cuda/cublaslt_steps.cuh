@@ -29,28 +29,28 @@ struct ProductWorkspace {
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-/* z of the tile = x W^T. `x`: from the tile's first row on. */
+/* The tile's logits z = x W^T. `x`: from the tile's first row on. */
 rafter_status form_logits(const Run &run, const ProductWorkspace &workspace, const Operand &x, const LogitTile &tile);
 
-/* dx of dz's `rows` rows = dz W; `add`: to what `out` holds. */
+/* dx = dz W, of dz's `rows` rows. `add`: adds to what `out` holds. */
 rafter_status multiply_dx(const Run &run, const ProductWorkspace &workspace, const Dz &dz, int64_t rows,
                           const GradientOut &out, bool add);
 
-/* dW of dz's classes = dz^T x. `x`: dz's rows. */
+/* dW = dz^T x, of dz's classes. `x`: dz's rows. `add`: as above. */
 rafter_status multiply_dweight(const Run &run, const ProductWorkspace &workspace, const Dz &dz, int64_t rows,
                                const Operand &x, const GradientOut &out, bool add);
 
 /* ---- rows of logits -------------------------------------------------------------------------- */
 
-/* Statistics of the tile's rows, in `parts` parts per row. Merged with those in
- * `stats`, unless `first`. */
+/* Computes statistics of the tile's rows, in `parts` parts per row, and merges them with those in `stats`,
+ * unless `first`. */
 void collect_statistics(const Run &run, const LogitTile &tile, int parts, bool first, LossStats<FULL> *stats);
 
-/* dz of the tile, if dx or dW is wanted; and dbias (+)= its sum over rows, if that is wanted.
- * `first_rows`: dbias is not added to. dz may overwrite the front of the tile's rows. */
+/* Writes dz of the tile, if dx or dW is wanted; and adds its sum over rows to dbias, if that is wanted.
+ * `first_rows`: sets dbias instead. dz may overwrite the front of the tile's rows. */
 void write_gradient(const Run &run, const LogitTile &tile, char *dz, int64_t dz_stride, float *dbias, bool first_rows);
 
-/* Statistics, results and dz of a tile of whole rows in one pass over the logits: for at most
+/* Computes statistics, results and dz of a tile of whole rows in one pass over the logits: for at most
  * MOST_PART classes, and without dbias. */
 void convert_rows(Run *run, const LogitTile &tile, char *dz, int64_t dz_stride);
 

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Calls without rows or without classes: the results of rows and the loss, and
- * gradients of zeros. */
+/* Calls without rows or without classes: writes the results of rows and the loss, and zeros as gradients. */
 #include "cuda/variant.cuh"
 #include "ops/linear_cross_entropy/cuda/call_steps.cuh"
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The end of a row, once its statistics are complete: its results, and the
- * coefficients of its gradient. */
+/* What is computed of a row once its statistics are complete: its results, and the coefficients of its
+ * gradient. */
 #ifndef RAFTER_LCE_CUDA_FINISH_ROW_CUH
 #define RAFTER_LCE_CUDA_FINISH_ROW_CUH
 
@@ -35,14 +35,14 @@ DEVICE RowGradient finish_row(const Loss &loss, int64_t row, int64_t label, cons
     return gradient;
 }
 
-/* Sums `mine` over the block. */
+/* Stores the sum of `mine` over the block. */
 DEVICE void add_block_totals(const Totals &mine, Totals *to) {
     const Totals totals = block_sum(mine);
     if (threadIdx.x == 0)
         *to = totals;
 }
 
-/* Writes the loss, from the totals of all blocks that have finished rows. By a block. */
+/* Writes the loss, from the totals of all blocks that have finished rows. Called by a block. */
 DEVICE void write_loss_of_blocks(const Loss &loss, const Totals *block_totals, int64_t blocks) {
     Totals all = {};
     for (int64_t i = threadIdx.x; i < blocks; i += blockDim.x) {

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where dz is, where gradients go, and the repair of dW if ignored rows hold
- * infinities or NaN. */
+/* Where dz is stored, where gradients go, and the repair of dW if ignored rows hold infinities or NaN. */
 #ifndef RAFTER_LCE_CUDA_GRADIENT_STEPS_CUH
 #define RAFTER_LCE_CUDA_GRADIENT_STEPS_CUH
 
@@ -8,7 +7,7 @@
 
 namespace lce {
 
-/* dz of some rows, or exponentials in its place, of `classes` classes from first_class on. */
+/* dz of some rows, or exponentials in its place: `classes` classes from first_class on. */
 struct Dz {
     char *data;
     int64_t stride, first_class, classes;

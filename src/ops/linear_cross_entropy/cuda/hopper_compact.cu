@@ -5,7 +5,7 @@
 
 namespace lce {
 
-/* Without a budget. ALL_BYTES: of dz and split sums together. */
+/* Sizes without a budget. ALL_BYTES: of dz and split sums together. */
 static constexpr int64_t DZ_BYTES = 96 * MIB, ALL_BYTES = 122 * MIB, TILE_BYTES = 96 * MIB;
 
 const char *HopperCompact::why_not(const rafter_cuda_state &device, const Call &call) {

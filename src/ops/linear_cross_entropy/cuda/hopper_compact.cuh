@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Compact on Hopper: statistics of all rows, from a product that stores no logits. Then for each
- * slice of classes: dz of all rows, again from a product that stores no logits; the slice's dW; and
- * dx, summed from slice to slice.
+ * Compact on Hopper. First the statistics of all rows, from a product that stores no logits. Then for
+ * each slice of classes: dz of all rows, again from a product that stores no logits; the slice's dW;
+ * and dx, summed from slice to slice.
  *
- * dz of a slice is stored in the rows of dW behind the slice's own, as long as that holds a larger
- * slice than the workspace.
+ * dz of a slice is stored in the rows of dW behind the slice's own, which are written later, as long
+ * as these hold a larger slice than the workspace.
  */
 #ifndef RAFTER_LCE_CUDA_HOPPER_COMPACT_CUH
 #define RAFTER_LCE_CUDA_HOPPER_COMPACT_CUH
@@ -39,8 +39,9 @@ struct HopperCompact {
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan);
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace);
 
+    /* Plans with groups of this many rows and slices of this many classes; returns the bytes. */
     static size_t make(const Problem &p, const Limits &limits, int clusters, int64_t group, int64_t slice, Plan *plan);
-    /* Plans within limits.budget, or if there is no budget, comfortably. */
+    /* Plans within limits.budget; without a budget, with the usual sizes. */
     static size_t fit(const Problem &p, const Limits &limits, int clusters, Plan *plan);
 };
 

@@ -7,10 +7,11 @@
 
 namespace lce {
 
-/* Whether exponentials are converted to dz: one pass over them, but none over x and dx, and no kernels
- * for samples and labels. For few rows these kernels would take longer than the pass; with many
- * classes, the blocks of a row would take longer to merge its tiles. If ignored rows are not dropped,
- * their x would be multiplied by dz in sums over some of the rows. */
+/* Whether exponentials are converted to dz in place. That takes a pass over them, but saves the passes
+ * over x and dx, and the kernels for samples and labels. For few rows these kernels would take longer
+ * than the pass; but with many classes, the blocks of a row would take too long to merge its tiles. Only
+ * if ignored rows are dropped: else the product for dW would multiply what x holds there, maybe NaN, by
+ * a dz of 0. */
 static bool converts(const Problem &p, bool drop_ignored) {
     constexpr int64_t FEW_ROWS = 128, MOST_CLASSES = 65536;
     const bool is_short = p.classes <= MOST_CLASSES_PER_DEPTH * p.depth ||
@@ -30,26 +31,26 @@ const char *HopperFast::why_not(const rafter_cuda_state &device, const Call &cal
 
 /* ---- plan ------------------------------------------------------------------------------------ */
 
-/* Exponentials are stored in dweight if they take at least this much, and only of so many classes
- * that the products have a good size. */
+/* Exponentials are stored in dweight if they take at least LARGE_BYTES, and those of LEAST_CLASSES or more
+ * fit, so that the products have a good size. */
 static constexpr int64_t LARGE_BYTES = 256 * MIB, LEAST_CLASSES = 8192;
 
-/* The rows f of the largest first group. dweight has room for the exponentials of dweight_rows
- * rows, so the share f / (f + dweight_rows) of the first group's classes is stored in the
- * workspace. That may take as much as all classes of g rows: f^2 / (f + dweight_rows) = g. */
+/* The number of rows f of the largest first group. dweight has room for the exponentials of
+ * dweight_rows rows, so the share f / (f + dweight_rows) of the first group's classes is stored in
+ * the workspace. That may take as much as all classes of g rows: f^2 / (f + dweight_rows) = g. */
 static int64_t largest_first_group(int64_t g, int64_t dweight_rows) {
     const double half = static_cast<double>(g) / 2;
     return static_cast<int64_t>(half + sqrt(half * half + static_cast<double>(g) * static_cast<double>(dweight_rows)));
 }
 
-/* Of how many classes, the last ones, the exponentials are stored in dweight: in the rows of the
- * classes before them. When the products write those rows, the exponentials have been used. */
+/* How many classes, the last ones, have their exponentials in dweight: in the rows of the classes before
+ * them. When the products write those rows, the exponentials have been used. */
 static int64_t classes_that_fit(const Problem &p, int64_t first_group, int64_t dweight_rows) {
     const int64_t least_before = ceil_div(p.classes * first_group, first_group + dweight_rows) + 8; /* 8: padding */
     return p.classes - round_up(least_before, int64_t(TILE_CLASSES));
 }
 
-/* Rows whose exponentials of all classes, with padding, fit into dweight. */
+/* How many rows' exponentials of all classes, with padding, fit into dweight. */
 static int64_t padded_rows_in_dweight(const Problem &p) {
     return p.classes * p.depth * p.dweight_bytes / (round_up(p.classes, int64_t(8)) * p.bytes());
 }
@@ -245,8 +246,8 @@ rafter_status HopperFast::launch(rafter_context *context, const Call &call, cons
                 sum_dbias(run, group.dz, first, group.rows, run.gradients, NULL, first > 0, dbias);
             if (p.dbias && group.rest.classes > 0)
                 sum_dbias(run, group.rest, first, group.rows, run.gradients, NULL, first > 0, dbias);
-            /* dW is last: it may overwrite exponentials, which dx is formed from. Of dW, those
-             * classes are first whose exponentials are in dweight. */
+            /* dW is last: it may overwrite exponentials, which dx is formed from. The classes whose
+             * exponentials are in dweight come first. */
             if (p.dx)
                 RAFTER_TRY(form_dx(run, plan, group, dx, run.gradients));
             if (p.dweight && group.rest.classes > 0)

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Fast on Hopper, for 16-bit inputs: for each group of rows, the exponentials e^(u - pivot) of all classes,
- * stored by the product that forms the logits, before the sums of the rows are known; the group's
- * dx; and dW, summed from group to group.
+ * Fast on Hopper, for 16-bit inputs. For each group of rows: the exponentials e^(u - pivot) of all
+ * classes, stored by the product that forms the logits, before the sums of the rows are known; the
+ * group's dx; and dW, summed from group to group.
  *
  * With many classes, exponentials are used in place of dz. The row factor p is applied to x before
- * the dW product, and to dx after its product. The label's element of dz is left out of the
- * products and added in fp32. So is the spread of label smoothing, which is a product of two vectors.
- * With few classes, exponentials are converted to dz in place.
+ * the dW product, and to dx after its product. The label's element of dz is left out of the products
+ * and added in fp32. So is the spread of label smoothing, which is a product of two vectors. With few
+ * classes, exponentials are converted to dz in place.
  *
  * dW's memory is free until dW is written. The first or only group stores some of its exponentials
- * there; if dW is summed in the workspace, every group stores all of them there.
+ * there; if dW is summed in the workspace, every group may store all of them there.
  */
 #ifndef RAFTER_LCE_CUDA_HOPPER_FAST_CUH
 #define RAFTER_LCE_CUDA_HOPPER_FAST_CUH
@@ -46,11 +46,11 @@ struct HopperFast {
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan);
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace);
 
-    /* Plans with groups of this many rows; returns the bytes. `use_dweight`: exp_in_dweight,
-     * if that is possible. */
+    /* Plans with groups of this many rows; returns the bytes. `use_dweight`: sets exp_in_dweight if that is
+     * possible. */
     static size_t make(const Problem &p, const Limits &limits, int clusters, int64_t group, bool use_dweight,
                        Plan *plan);
-    /* Plans within limits.budget, or if there is no budget, comfortably. */
+    /* Plans within limits.budget; without a budget, with the usual sizes. good_only: see fit_groups. */
     static size_t fit(const Problem &p, const Limits &limits, int clusters, bool good_only, Plan *plan);
 };
 

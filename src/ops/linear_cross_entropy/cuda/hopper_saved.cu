@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Forward without gradients that saves its exponentials, and the backward that uses them: three
- * products in all, for upstream gradients that are not known until then. As hopper_fast with one
+ * products in all, though the upstream gradients are not known in forward. As hopper_fast with one
  * group of all rows, cut in two after the statistics of the rows.
  */
 #include "cuda/variant.cuh"
@@ -71,7 +71,7 @@ struct HopperSaved {
         return layout.bytes();
     }
 
-    /* The parts of `saved`. */
+    /* Where things are in the caller's `saved`. */
     struct Saved {
         LossStats<FULL> *rows; /* of all active rows */
         float *weight_sum;     /* label smoothing */

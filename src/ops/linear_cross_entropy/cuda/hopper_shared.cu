@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Loss and gradients in three products, with classes that are spread over ranks: as hopper_saved, with
+ * Loss and gradients in three products, for classes that are spread over ranks: as hopper_saved, with
  * the exchange of statistics between its two halves. A rank's exponentials keep the pivots of its own
- * statistics; the factor of a row brings them to the softmax over all classes. dx comes first, and is
- * summed over the ranks beside the product for dW.
+ * statistics; the row factor makes them the gradient of the softmax over all classes. dx is formed
+ * first, and is summed over the ranks while the product for dW runs.
  */
 #include "cuda/variant.cuh"
 #include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
@@ -78,7 +78,7 @@ struct HopperShared {
         return layout.bytes();
     }
 
-    /* Exponentials, and the statistics of all rows. */
+    /* Forms the exponentials, and the statistics of all rows over all ranks. */
     static rafter_status form_exponentials(HopperRun &run, const Plan &plan, const Dz &dz, char *base) {
         const Problem &p = run.problem;
         RowStats *const stats = plan.stats.in(base), *const sample = plan.sample.in(base);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The steps of the Hopper variants: our own products (cuda/tiles.cuh), of which the first one is
- * fused with what follows it, so that no logit is ever stored; and the kernels between them.
- * Products multiply active rows only; they read the number of these rows on the device.
+ * The steps of the Hopper variants: our own products (cuda/tiles.cuh), and the kernels between them.
+ * The product that forms logits converts them at once, so that no logit is ever stored. Products
+ * multiply active rows only, whose number they read on the device.
  */
 #ifndef RAFTER_LCE_CUDA_HOPPER_STEPS_CUH
 #define RAFTER_LCE_CUDA_HOPPER_STEPS_CUH
@@ -36,19 +36,20 @@ bool few_dweight_tiles(const Problem &p, int clusters, int parts);
 bool hopper_kernels_built(int device);
 
 const char *why_not_hopper(const rafter_cuda_state &device, const Problem &p);
-/* For fast, beyond the above: exponentials need bf16's range, and must save more than their passes
- * over x and dx cost. If lse is given, dz needs no exponentials. */
+/* For variants that store exponentials, beyond the above: logits may have to be read back from exponentials,
+ * which bf16's range allows; and exponentials must save more than their passes over x and dx cost. If lse is
+ * given, dz needs no exponentials. */
 const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &p);
 
 /* ---- plans ----------------------------------------------------------------------------------- */
 
-/* Parts of split tiles to reserve memory for, if splitting makes one of the products, of `rows`
- * rows and all classes, 2 % faster; else 0. As many as these products use; `sliced`: products are of
- * some of the classes, and use as many as the limits allow. */
+/* How many parts of split tiles to reserve memory for: as many as the products of `rows` rows and all
+ * classes use, if splitting makes one of them 2 % faster; else 0. `sliced`: products are of some of the
+ * classes, and use as many as the limits allow. */
 int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int64_t rows, bool sliced);
 
-/* Batch-invariant calls: the parts that the sums of dx over so many classes are cut into, whatever the
- * number of rows. With one part, 2048 rows of such depths would leave half of an H200 idle. 1: not cut. */
+/* Batch-invariant calls: into how many parts the sums of dx over so many classes are cut, whatever the
+ * number of rows. 1: they are not cut; then 2048 rows of such depths would leave half of an H200 idle. */
 inline int invariant_dx_parts(const Problem &p, int64_t classes) {
     constexpr int64_t LEAST_CLASSES = 2048;
     return !p.invariant || classes < LEAST_CLASSES || p.depth > 2048 ? 1 : p.depth > 512 ? 2 : 4;
@@ -59,15 +60,15 @@ inline int invariant_dx_parts(const Problem &p, int64_t classes) {
  * products. */
 int64_t rows_in_dweight(const Problem &p, bool direct_dweight);
 
-/* What both Hopper plans hold. */
+/* What the plans of all Hopper variants hold. */
 struct HopperSetup {
     bool drop_ignored;
     /* x of active rows is copied into dx, which has a row for each. When dx of the k-th active row
      * is written, only copies up to the k-th are lost, and those have been multiplied. */
     bool copy_into_dx;
-    bool row_units; /* see row_units.cuh */
-    int clusters;   /* that run at a time */
-    int split_capacity;
+    bool row_units;     /* see row_units.cuh */
+    int clusters;       /* that run at a time */
+    int split_capacity; /* from split_capacity_for */
     CommonBuffers common;
     Buffer<int> order, classes; /* of ActiveRows */
     Buffer<float> z_label;      /* the label's logit of every row */
@@ -87,7 +88,7 @@ struct Matrix {
 /* Where the spread of label smoothing is subtracted: see kernels/exponentials.cu. */
 enum SpreadPlace {
     SPREAD_IN_DZ,          /* where dz is formed: in the epilogue of the logits, or in the conversion */
-    SPREAD_APART,          /* from dx and dW, as a product of two vectors */
+    SPREAD_APART,          /* from the sums of dx and dW, as a product of two vectors */
     SPREAD_IN_EXPONENTIALS /* from the exponentials, by adjust_exponentials: there is a softcap */
 };
 
@@ -100,7 +101,7 @@ inline SpreadPlace spread_place_of(const Problem &p) {
 struct HopperRun : Run {
     ActiveRows active;
     tiles::SplitSums split;
-    Matrix x, copy; /* x for products if all rows are active; else the copy of active rows */
+    Matrix x, copy; /* x for products if all rows are active; the copy of active rows for other calls */
     Matrix w;
     float *z_label;
     Labels labels;       /* of_row NULL: not wanted */
@@ -108,15 +109,15 @@ struct HopperRun : Run {
     SpreadPlace spread;
     const float *weight_sum; /* label smoothing: the sum of w_v W_v; NULL: not needed */
     const float *logit_sums; /* label smoothing without a softcap: from sum_logits */
-    bool zeroed_dx;          /* of rows that are not active: by hopper_dx */
+    bool zeroed_dx;          /* hopper_dx has zeroed dx of the rows that are not active */
     int beside = 0;          /* multiprocessors that the sum of dx takes while dW is computed */
 
     /* Sets the pointers, and enqueues the first kernels. */
     HopperRun(rafter_context *for_context, const linear_cross_entropy_call &for_call, const HopperSetup &setup,
               const Labels &for_labels, char *workspace);
 
-    /* For products whose results are rows of the call. If it is batch invariant, tiles are not split
-     * because they are few; those of dx always are if there are few columns of them. */
+    /* How tiles of products whose results are rows of the call are split. If the call is batch invariant, that
+     * must not depend on the number of tiles: those of logits are never split, those of dx always alike. */
     tiles::SplitSums logit_split() const {
         return {split.sums, split.counters, problem.invariant ? 0 : split.capacity};
     }
@@ -172,9 +173,9 @@ struct LogitTask {
     int64_t out_stride;           /* a multiple of 8 */
 };
 
-/* The task's rows, classes, stats, more and sample are set by the caller. `out`: for exponentials or
- * dz. Exponentials are multiplied by the derivative of the softcap, if there is one, but their sums
- * are not. With label smoothing they are not either, until the spread has been subtracted. */
+/* The caller sets the task's rows, classes, stats, more and sample. `out`: for exponentials or dz. If there
+ * is a softcap, exponentials are multiplied by its derivative, but their sums are not. With label smoothing
+ * too, adjust_exponentials does that, after it has subtracted the spread. */
 rafter_status multiply_logits(const HopperRun &run, LogitMode mode, LogitTask task, const Dz &out);
 
 /* A task for the statistics of all classes of active rows [first, first + rows). */
@@ -182,9 +183,9 @@ LogitTask statistics_task(const HopperRun &run, int64_t first, int64_t rows, Row
 
 /* ---- gradients: kernels/hopper_gradients.cu -------------------------------------------------- */
 
-/* dW of dz's classes from active rows [first, first + rows), which are dz's. `scaled`: x_scaled
- * instead of x; its last rows are dz's active ones. `spread_x`: from sum_spread_x; NULL: none. `add`:
- * to what `out` holds. */
+/* dW of dz's classes from active rows [first, first + rows), which are dz's rows. `scaled`: x_scaled,
+ * to be used instead of x; its last rows are dz's active ones. `spread_x`: from sum_spread_x; NULL: none.
+ * `add`: adds to what `out` holds. */
 rafter_status hopper_dweight(const HopperRun &run, const Dz &dz, int64_t first, int64_t rows, const Matrix *scaled,
                              const float *spread_x, const GradientOut &out, bool add);
 
@@ -194,14 +195,14 @@ struct DxInput {
     int64_t first, rows;
     const RowGradient *gradients; /* of all active rows, if dz is exponentials; NULL: it is dz */
 };
-/* Complete, into the caller's dx. If it is stored in parts first, the rows that are not active are zeroed
- * as well; run->zeroed_dx tells. */
+/* Writes the complete dx into the caller's tensor. If it is summed in parts first, the rows that are not
+ * active are zeroed as well; run->zeroed_dx tells. */
 rafter_status hopper_dx(HopperRun *run, const DxInput &input);
 /* This rank's part of the sum over ranks: dx of all rows as fp32 and without alpha, in the call's
  * order, depth_stride() apart; zeros for ignored rows. */
 rafter_status hopper_rank_dx(const HopperRun &run, const DxInput &input, float *to);
-/* As sums, without the row factor and the label's part; `sums` has sums_rows rows.
- * `add`: to what they are. */
+/* Writes dx as fp32 sums, without the row factor and the label's part. `sums` has sums_rows rows. `add`:
+ * adds to them. */
 rafter_status hopper_dx_sums(const HopperRun &run, const DxInput &input, float *sums, int64_t sums_rows, bool add);
 
 /* ---- estimates: kernels/row_sample.cu --------------------------------------------------------- */
@@ -215,19 +216,19 @@ void sum_logits(const HopperRun &run, const float *weight_sum, float *to);
 
 /* ---- rows: kernels/hopper_rows.cu ------------------------------------------------------------ */
 
-/* Results and coefficients of active rows [first, first + rows), from the statistics of their
+/* Computes results and coefficients of active rows [first, first + rows), from the statistics of their
  * tiles (`more` may be NULL). If to_dz.data is not NULL, it has the exponentials of these rows,
  * which are converted to dz in place. Adds the rows to run->labels if that is wanted. only_save:
  * stores the statistics in `saved`, and does nothing else. */
 void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const OptionStats *more,
                   const Dz &to_dz, LossStats<FULL> *saved = NULL, bool only_save = false);
 
-/* The beginning of a later backward. finish_tiles has stored the statistics of all active rows in
- * `saved`, and unify_saved_pivots has given all tiles of a row one pivot. */
+/* In a backward that uses `saved`: computes the coefficients of all rows. In forward, finish_tiles has
+ * stored their statistics in `saved`, and unify_saved_pivots has given all tiles of a row one pivot. */
 void finish_saved_rows(const HopperRun &run, const LossStats<FULL> *saved);
 
-/* If classes are spread over ranks: results and coefficients of all rows. `own`: their statistics over
- * this rank's classes, whose pivots the exponentials have; `merged`: over all. */
+/* If classes are spread over ranks: computes results and coefficients of all rows. `own`: their statistics
+ * over this rank's classes, whose pivots the exponentials have; `merged`: over all classes. */
 void finish_rank_rows(HopperRun *run, const LossStats<FULL> *own, const LossStats<FULL> *merged);
 
 /* ---- exponentials, and dx: kernels/exponentials.cu ------------------------------------------- */
@@ -236,13 +237,13 @@ void finish_rank_rows(HopperRun *run, const LossStats<FULL> *own, const LossStat
 void unify_saved_pivots(const HopperRun &run, const RowStats *stats, const LossStats<FULL> *saved, const Dz &dz);
 
 /* Prepares the exponentials of a group for the products. They are in one part or two (first the
- * classes below dz.classes). Tiles that have another pivot than their row are rescaled to it
- * (`stats` NULL: there are none), the spread is subtracted if this is its place (run.spread), the
- * label's element is removed, and x_scaled = p * x is written: see there. */
+ * classes below dz.classes). Rescales tiles that have another pivot than their row (`stats` NULL: there
+ * are none), subtracts the spread if this is its place (run.spread), removes the label's element, and
+ * writes x_scaled = p * x: see kernels/exponentials.cu. */
 void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, const RowStats *stats, const Dz &dz,
                          const Dz &rest, const Matrix &x_scaled);
 
-/* Active rows' dx from its sums, and zeros for the other rows among [first, first + rows).
+/* Stores active rows' dx from its sums, and zeros for the other rows among [first, first + rows).
  * `gradients`: as in DxInput. The sums are in `parts` parts, part_stride elements apart. */
 void store_dx_rows(const HopperRun &run, int64_t first, int64_t rows, const float *sums, const RowGradient *gradients,
                    int parts = 1, int64_t part_stride = 0);
@@ -257,7 +258,7 @@ struct ColumnSums {
     static int chunks(int64_t rows, int64_t columns);
     /* Enough for this many columns, or fewer. */
     static int64_t bytes(int64_t rows, int64_t columns);
-    /* Elements of a result that is read in whole tiles: behind the columns, it is 0. */
+    /* Elements of a result that is read in whole tiles; those after the columns are 0. */
     static_assert(TILE_CLASSES == 256, "lce_padded_depth rounds up to that");
     static int64_t padded(int64_t columns) {
         return lce_padded_depth(columns);

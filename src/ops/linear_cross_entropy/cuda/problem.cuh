@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * What the CUDA variants of linear_cross_entropy share when they plan a call: the call in short,
- * limits of the workspace and its layout, and how rows are cut into groups and classes into slices.
- * Plans follow from shapes, dtypes, wanted results and the budget alone.
+ * What the CUDA variants of linear_cross_entropy share when they plan a call: facts about the call,
+ * limits and layout of the workspace, and how rows are cut into groups and classes into slices.
+ * Plans depend on shapes, dtypes, wanted results and the budget alone.
  */
 #ifndef RAFTER_LCE_CUDA_PROBLEM_CUH
 #define RAFTER_LCE_CUDA_PROBLEM_CUH
@@ -25,7 +25,7 @@ struct RowLayout {
     int64_t stride;
 };
 
-/* `invariant`: a single row is laid out as several would be. */
+/* `invariant`: a single row is direct only if several such rows would be. */
 inline RowLayout row_layout(const rafter_view &view, bool invariant = false) {
     const int last = view.ndim - 1;
     const int64_t wide = 16 / rafter_dtype_bytes(view.dtype), columns = view.shape[last];
@@ -38,31 +38,31 @@ inline RowLayout row_layout(const rafter_view &view, bool invariant = false) {
     return layout;
 }
 
-/* A call in short. */
+/* Facts about a call that decide on variants and plans. */
 struct Problem {
     rafter_dtype dtype;
     int64_t rows, depth, classes;
     rafter_lce_mode mode;
-    bool invariant;                 /* batch invariant: rows do not decide how a row's sums are cut */
-    bool statistics;                /* to be computed, not given by the caller's lse */
-    bool all_statistics;            /* columns need more than the softmax's statistics */
+    bool invariant;                 /* batch invariant: how a row's sums are cut must not depend on other rows */
+    bool statistics;                /* of rows must be computed: the caller's lse is not given or not enough */
+    bool all_statistics;            /* cuBLASLt: kernels on logits need the code for all options */
     bool caps, smooths;             /* softcap, label smoothing */
     bool option_stats;              /* Hopper: columns need statistics beyond the softmax's */
-    bool logit_sums;                /* Hopper: the sum of a row's logits is needed, and W's sum gives it */
+    bool logit_sums;                /* Hopper: the sum of a row's logits is needed: x times the sum of W's rows */
     bool spreads_apart;             /* Hopper: label smoothing's spread is a product of two vectors: no softcap */
-    bool reads_logits;              /* Hopper: exponentials hold all logits within the softcap, to be read back */
+    bool reads_logits;              /* Hopper: logits can be read back from exponentials: the softcap is small */
     bool divides_upstream;          /* rows have coefficients of their own that fp16 might not hold: see Prepared */
-    bool dentropy;                  /* given: gradients need every row's entropy */
+    bool dentropy;                  /* is given: gradients need every row's entropy */
     bool saves;                     /* forward saves exponentials for backward, or backward uses them */
     bool shared;                    /* classes are spread over ranks: dx is always summed in the workspace */
-    int ranks;                      /* of those */
-    int64_t exchange_bytes;         /* what they exchange, in the workspace: see ops/loss_group.cuh */
-    bool share_of_dx;               /* dx is wanted of this rank's share of the rows */
+    int ranks;                      /* number of them */
+    int64_t exchange_bytes;         /* workspace of their exchange: see ops/loss_group.cuh */
+    bool share_of_dx;               /* each rank wants dx of its share of the rows only */
     bool dx, dweight, dbias;        /* wanted */
-    bool adds_dweight;              /* to what the caller's dweight holds */
+    bool adds_dweight;              /* dW is added to what the caller's dweight holds */
     bool sum_in_dx, sum_in_dweight; /* partial sums may be kept in the caller's tensor */
     RowLayout x, weight, dx_layout, dweight_layout;
-    int64_t dx_bytes, dweight_bytes; /* of an element */
+    int64_t dx_bytes, dweight_bytes; /* per element */
 
     explicit Problem(const linear_cross_entropy_call &call) {
         const struct rafter_loss &loss = call.loss;
@@ -132,7 +132,8 @@ inline const char *why_not_fast(const Problem &p) {
     return NULL;
 }
 
-/* If classes are spread over ranks, compact is the only way, and a rank may have none. */
+/* If classes are spread over ranks, compact also serves calls that insist on fast, where hopper_shared does
+ * not; and a rank may have no classes. */
 inline const char *why_not_compact(const Problem &p) {
     if (p.rows == 0 || (p.classes == 0 && !p.shared))
         return "there are no rows or no classes";
@@ -142,9 +143,9 @@ inline const char *why_not_compact(const Problem &p) {
     return p.mode == RAFTER_LCE_FAST && p.gradients() && !p.shared && !p.invariant ? "mode is fast" : NULL;
 }
 
-/* dz of fp16 inputs is divided by a power of two next to the largest coefficient of all rows, so that
- * fp16 holds it: what is below its range in one batch is not in another. So batch-invariant calls that
- * store dz divide every row by a unit of its own: see row_units.cuh. */
+/* Other calls divide dz of fp16 inputs by a power of two next to the largest coefficient of all rows, so
+ * that fp16 holds it. What is then too small for fp16 depends on the other rows. So batch-invariant calls
+ * that store dz divide every row by a unit of its own: see row_units.cuh. */
 inline bool has_row_units(const Problem &p) {
     return p.invariant && p.dx && p.dtype == RAFTER_F16 && p.divides_upstream;
 }
@@ -165,14 +166,14 @@ inline Limits limits_of(const linear_cross_entropy_call &call) {
     return limits;
 }
 
-/* What `plan` returns for a plan of this many bytes. If it does not fit, that is a budget that
- * would do: more than the bytes, because product_bytes grows with the budget, and our own products
+/* What `plan` returns for a plan of this many bytes. If the plan does not fit, that is a budget that
+ * would suffice: more than the bytes, because product_bytes grows with the budget, and our own products
  * take up to an eighth of it. */
 inline size_t bytes_to_report(const Limits &limits, size_t bytes) {
     return limits.budget && bytes > limits.budget ? bytes + bytes / 7 + 1 : bytes;
 }
 
-/* For budgets that are too small otherwise: no workspace for products, no copy of x. */
+/* For budgets that are too small with the usual limits: no workspace for products, no copy of x. */
 inline Limits tight_limits_of(const linear_cross_entropy_call &call) {
     Limits limits = limits_of(call);
     limits.product_bytes = 0;
@@ -228,6 +229,7 @@ inline int64_t even_part(int64_t total, int64_t most, int64_t unit) {
     return round_up(ceil_div(total, parts), unit);
 }
 
+/* The multiple of which groups of about so many rows are. */
 inline int64_t unit_of(int64_t rows) {
     return rows >= 1024 ? 256 : rows >= 128 ? 128 : LEAST_GROUP;
 }

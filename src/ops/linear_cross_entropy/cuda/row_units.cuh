@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * dz of fp16 inputs in batch-invariant calls (has_row_units): every row is divided by a power of two
- * next to its own largest coefficient, its unit. Its row of dx is multiplied by the unit in fp32. In
- * dW, which is a sum over rows, x is multiplied by it instead, over the largest unit of all rows, so
- * that fp16 holds it; dW's alpha contains that largest unit.
+ * dz of fp16 inputs in batch-invariant calls (has_row_units): every row is divided by its unit, a power
+ * of two next to its own largest coefficient. The row of dx is multiplied by the unit in fp32. For dW,
+ * which is a sum over rows, x is multiplied by the unit instead, divided by the largest unit of all
+ * rows, so that fp16 holds it; dW's alpha contains that largest unit.
  */
 #ifndef RAFTER_LCE_CUDA_ROW_UNITS_CUH
 #define RAFTER_LCE_CUDA_ROW_UNITS_CUH
@@ -14,7 +14,7 @@ namespace lce {
 
 struct RowUnits {
     Buffer<float> units; /* of every row, in the kernels' order; then the largest one, then dW's alpha */
-    Buffer<char> x;      /* times units over the largest, for dW; depth_stride() apart */
+    Buffer<char> x;      /* x times units over the largest, for dW; rows are depth_stride() apart */
 
     void place(Layout *layout, const Problem &p);
     bool any() const {
@@ -26,12 +26,13 @@ struct RowUnits {
     }
 };
 
-/* After begin_call, which has been told Loss::row_units: the units of all rows, and for dW the scaled x.
+/* After begin_call, which has been told Loss::row_units: finds the units of all rows, and for dW scales x.
  * `x`: fp16. Its active.order NULL: all rows of the call, in their order, `x.stride` apart. Else the last
  * rows of the scaled x are the active ones, as in the copy of ActiveRows. */
 void find_row_units(Run *run, const RowUnits &buffers, const ActiveX<fp16> &x, char *workspace);
 
-/* Sums of dx, depth_stride() apart, times the units. `count`: of active rows, on the device; NULL: all. */
+/* Multiplies the sums of dx, depth_stride() apart, by the units. `count`: of active rows, on the device; NULL:
+ * all. */
 void multiply_by_units(const Run &run, const int *count, float *sums);
 
 } // namespace lce

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The last resort for a budget that is too small for the other variants. Runs their steps with
- * less workspace: fast with groups of fewer than FAST_ROWS rows; and then fast or compact
- * without workspace for products and without dropping ignored rows (Hopper), for which x may
- * have to be copied.
+ * The last resort for a budget that is too small for the other variants. Runs their steps with less
+ * workspace: fast with groups of fewer than FAST_ROWS rows; and if that does not fit either, fast or
+ * compact without workspace for products and, on Hopper, without dropping ignored rows, for which x
+ * may have to be copied.
  */
 #include "cuda/variant.cuh"
 #include "ops/linear_cross_entropy/cuda/cublaslt_compact.cuh"
@@ -37,7 +37,7 @@ struct SmallBudget {
         return call.common.budget ? NULL : "there is no budget";
     }
 
-    /* Groups of any size. *good: they are as large as fast should use. */
+    /* Plans fast with groups of any size. *good: they are as large as fast should use. */
     static size_t fit_fast(const rafter_cuda_state &device, const Problem &p, const Limits &limits, Plan *plan,
                            bool *good) {
         size_t bytes;
@@ -62,8 +62,7 @@ struct SmallBudget {
         return CublasLtCompact::fit(p, limits, &plan->cublaslt_compact);
     }
 
-    /* Fast with groups of a good size, else compact, else fast with small groups: what fits
-     * first. */
+    /* The first that fits of: fast with groups of a good size, compact, fast with small groups. */
     static size_t fit(const rafter_cuda_state &device, const Problem &p, const Limits &limits, Plan *plan) {
         const bool may_be_fast = !why_not_fast(p), may_be_compact = !why_not_compact(p);
         size_t fast_bytes = SIZE_MAX;
