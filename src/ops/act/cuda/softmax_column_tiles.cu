@@ -30,10 +30,10 @@ template <typename T, int N, bool FORWARD> struct TileShape {
 
 struct TilePlan {
     Walk outer;
-    int64_t packs, length;   /* of an outer index: packs side by side; steps */
+    int64_t packs, length;   /* per outer index: packs side by side; steps of the length */
     int64_t part;            /* steps of a part */
     int64_t stride[TENSORS]; /* between steps */
-    Divisor tiles, parts;    /* of an outer index: side by side; along the length */
+    Divisor tiles, parts;    /* per outer index: tiles side by side; parts of the length */
     int inner;               /* columns */
     bool expanded;           /* dy is one number per outer index */
 };
@@ -50,7 +50,7 @@ template <typename T, int N, bool FORWARD> struct TilePart {
     static constexpr int AT_ONCE = Shape::AT_ONCE;
     unsigned outside; /* outer index */
     unsigned part;    /* number */
-    int64_t pack;     /* of the thread */
+    int64_t pack;     /* of the thread, in the outer index */
     int left;         /* steps from the next ones on */
     const T *in, *dy; /* the next steps */
     T *out;

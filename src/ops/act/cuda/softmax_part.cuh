@@ -138,7 +138,7 @@ DEVICE void merge_lines(const Part *partial, int terms, int inner, int skew, int
     }
 }
 
-/* Of a block of merge_parts: its lines, and the groups of threads that share the parts of a line. */
+/* The shape of a block of merge_parts: lines, and threads per line. */
 constexpr int MERGED_LINES = 8, MERGE_GROUPS = 32;
 
 /* A kernel: merges the parts of every line, MERGED_LINES lines of a slab per block. A thread merges

@@ -2,8 +2,8 @@
 /*
  * Softmax of rows that lie side by side: adjacent threads take adjacent rows, element by element, and read them
  * twice, the second time usually from L1 or L2. For batch-invariant calls; and for 16-bit columns that are not aligned,
- * if the tensor is small or gradients are short: there a kernel of few instructions is faster than one that keeps
- * elements in registers.
+ * if the tensor is small, or for gradients of short columns: there a kernel of few instructions is faster than one
+ * that keeps elements in registers.
  */
 #include "cuda/row_classes.cuh"
 #include "ops/act/cuda/softmax_indexed.cuh"

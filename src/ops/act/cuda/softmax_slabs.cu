@@ -70,7 +70,7 @@ template <typename T> struct Staged {
     const uint4 *packs;
     int shift; /* of the first element in its pack */
 
-    int elements, begin; /* of the slab; of the first pack in it */
+    int elements, begin; /* of the slab; where the first pack begins in it */
     int slots;           /* packs that are copied */
     const T *from;       /* the first one */
 

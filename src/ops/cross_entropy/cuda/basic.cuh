@@ -487,7 +487,7 @@ inline bool is_spaced(const Problem &p, const cross_entropy_call &call) {
              contiguous_or_missing(l.target) && contiguous_or_missing(l.lse) && contiguous_or_missing(l.row_loss));
 }
 
-/* For calls that want batch invariance. */
+/* The arguments of a batch-invariant call: see is_spaced. */
 inline SpacedArgs spaced_args(const BasicArgs &args, const Problem &p, const cross_entropy_call &call) {
     const struct rafter_loss &l = call.loss;
     SpacedArgs all = {args,

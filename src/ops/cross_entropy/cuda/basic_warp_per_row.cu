@@ -138,7 +138,7 @@ struct BasicWarpPerRow {
         const bool both = call.loss.smoothing != 0.0f && call.loss.class_weight.data;
         if (p.row_packs() > (p.gradient || both ? 8 : 4) * WARP)
             return p.gradient ? "rows are longer than 4 KB" : "rows are longer than 2 KB";
-        const bool only_here = both && !are_many(p.rows); /* the others do not know both */
+        const bool only_here = both && !are_many(p.rows); /* other basic kernels do not take both */
         if (are_many_short_rows(p) && !only_here)
             return "there are so many short rows that a warp should take several";
         if (writes_parts_of_rows(p) && !only_here)

@@ -38,9 +38,9 @@ constexpr int ELSEWHERE = INT_MAX; /* in place of a column: the label's class is
  * call's own x has the same form. */
 struct ActiveRows {
     const int *order, *count;
-    const int
-        *classes; /* the rows' labels in that order, as Loss::class_of returns them; but as columns, or ELSEWHERE */
-    int64_t all;  /* rows of the call */
+    /* The rows' labels in that order: columns of this rank, ELSEWHERE, or negative as from Loss::class_of. */
+    const int *classes;
+    int64_t all; /* rows of the call */
 
     /* How many of the list's rows [first, first + rows) are active. */
     DEVICE int among(int64_t first, int64_t rows) const {

@@ -44,7 +44,7 @@ struct Problem {
     int64_t rows, depth, classes;
     rafter_lce_mode mode;
     bool invariant;                 /* batch invariant: how a row's sums are cut must not depend on other rows */
-    bool statistics;                /* of rows must be computed: the caller's lse is not given or not enough */
+    bool statistics;                /* row statistics must be computed: lse is not given or not enough */
     bool all_statistics;            /* cuBLASLt: kernels on logits need the code for all options */
     bool caps, smooths;             /* softcap, label smoothing */
     bool option_stats;              /* Hopper: columns need statistics beyond the softmax's */
