@@ -46,13 +46,14 @@ struct rafter_cuda {
      * this function. */
     rafter_status (*bad_labels)(rafter_context *context, bool *found);
 
-    /* A loss with a row_group, before and after the call: mean's denominator becomes that of all
-     * ranks, in memory of the context; the loss becomes the sum over all ranks. */
+    /* Around a call of a loss with a row_group. begin_rows: `loss` gets mean's denominator summed over all ranks,
+     * which the context keeps in device memory. end_rows: the loss becomes the sum over all ranks. */
     rafter_status (*begin_rows)(rafter_context *context, struct rafter_loss *loss);
     rafter_status (*end_rows)(rafter_context *context, const struct rafter_loss *loss);
 
-    /* A logsumexp over ranks, around their all-gather: puts a hash of the call behind the lse of this
-     * rank's lines, which lie at `own`; writes the lse over all ranks, or NaN if their hashes differ. */
+    /* Around the all-gather of a logsumexp over ranks. begin_lse appends a hash of the call to this rank's lse, one
+     * number per line at `own`. end_lse writes the lse over all ranks from what all of them sent, or NaN if their
+     * hashes differ. */
     rafter_status (*begin_lse)(rafter_context *context, const struct logsumexp_call *call, float *own);
     rafter_status (*end_lse)(rafter_context *context, const struct logsumexp_call *call, const float *all);
 };

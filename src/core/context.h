@@ -25,15 +25,14 @@ struct rafter_considered {
     const char *variant, *reason; /* reason: NULL for the variant that was taken */
 };
 
-/* Memory of the call's tensors that have elements, from the first byte of each to its last, in the
- * order of the checks. */
+/* The memory of one tensor of the call, [begin, end). Tensors without elements have none. */
 enum { RAFTER_MOST_TAKEN = 24 };
 struct rafter_taken {
     const char *name;
     uintptr_t begin, end;
 };
 
-/* Groups whose ranks have not heard yet whether the call can go on here: see core/group.h. */
+/* A group that this rank still owes the exchange with which every call begins: see core/group.h. */
 enum { RAFTER_MOST_OWED = 2 };
 struct rafter_owed {
     const char *name;
@@ -70,7 +69,9 @@ struct rafter_context {
     struct rafter_owed owed[RAFTER_MOST_OWED]; /* by the call that is running */
     int owed_count;
     struct rafter_plan plan; /* of the call that runs: too large for the stack */
-    char *kernel_memory;     /* of the calling thread, on a CPU: see core/kernel_memory.h; of all host threads */
+    /* CPU only: RAFTER_THREAD_BYTES for the calling thread, or, with `parallel`, for each of `threads` host threads.
+     * See core/kernel_memory.h. */
+    char *kernel_memory;
     /* Runs work on the host's threads; NULL: core/pool.c does. */
     void (*parallel)(void *user, int32_t count, void (*work)(void *arg, int32_t i), void *arg);
     void *parallel_user;

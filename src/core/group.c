@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAGIC = 0x72616674 };
+enum { MAGIC = 0x72616674 }; /* marks a tender: "raft" */
 
 /* ---- checks ---------------------------------------------------------------------------------- */
 
@@ -61,8 +61,7 @@ static struct rafter_tender tender_of(const rafter_context *context, const rafte
     return mine;
 }
 
-/* Of tenders that have arrived: the first thing that is wrong with them, found alike on all
- * ranks. */
+/* Checks the tenders of all ranks and fails for the first problem. All ranks find the same one. */
 static rafter_status compare(rafter_context *context, const char *name, int ranks,
                              const char *const names[RAFTER_MOST_TERMS], const struct rafter_tender *all) {
     for (int r = 0; r < ranks; r++)
@@ -100,7 +99,7 @@ rafter_status rafter_group_agree(rafter_context *context, const char *name, cons
 rafter_status rafter_group_settle(rafter_context *context, rafter_status status) {
     if (!context || status == RAFTER_OK)
         return status;
-    char error[sizeof context->error]; /* a collective that fails now is not the news */
+    char error[sizeof context->error]; /* kept: a collective that fails below would overwrite it */
     memcpy(error, context->error, sizeof error);
     while (context->owed_count > 0) {
         const struct rafter_owed owed = context->owed[0];

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Buffers of the thread that computes. They are not on the stack, so that calls work on the small
- * stacks of some hosts: see include/rafter/rafter.h. Workers have their own; a thread that calls,
- * and the host's threads that help it, use the context's.
+ * Buffers for the thread that computes. They are not on the stack, because some hosts have small
+ * stacks: see include/rafter/rafter.h. The library's workers have buffers of their own; the calling
+ * thread, and host threads that run tasks for it, use those of the context.
  */
 #ifndef RAFTER_CORE_KERNEL_MEMORY_H
 #define RAFTER_CORE_KERNEL_MEMORY_H
@@ -10,12 +10,12 @@
 #include <stddef.h>
 
 enum {
-    RAFTER_KERNEL_BYTES = 104 << 10, /* for the kernel that runs */
-    RAFTER_TASK_BYTES = 32 << 10,    /* for the code that calls it */
+    RAFTER_KERNEL_BYTES = 104 << 10, /* for the kernel (cpu.c) */
+    RAFTER_TASK_BYTES = 32 << 10,    /* for the task that calls the kernel (op.c) */
     RAFTER_THREAD_BYTES = RAFTER_KERNEL_BYTES + RAFTER_TASK_BYTES
 };
 
-/* Of this thread: RAFTER_THREAD_BYTES, aligned to 64. Set while tasks run. */
+/* This thread's RAFTER_THREAD_BYTES, aligned to 64. Valid while tasks run. */
 extern __attribute__((visibility("hidden"), tls_model("initial-exec"))) _Thread_local char *rafter_thread_memory;
 
 /* Contents are undefined, and kept until the kernel (or the task) returns. */

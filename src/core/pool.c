@@ -21,23 +21,23 @@
 
 enum {
     LINE = 128, /* bytes; two cache lines, which processors fetch together */
-    JOBS = 64,  /* parallel calls at one time; more run on their own thread alone */
+    JOBS = 64,  /* parallel calls at one time; further ones run on their own thread alone */
     MOST_WORKERS = RAFTER_MOST_THREADS - 1,
     WAKE_AT_ONCE = 4,         /* waking takes the waker microseconds; those it woke wake the others */
     WORKER_STACK = 256 << 10, /* kernel memory, 32 KiB of frames, and what sanitizers add */
 };
-/* How long a thread that waits stays awake: longer than the pauses between the phases of a call and
- * between the calls of a loop, shorter than anybody else would miss the processor. */
+/* How long a waiting thread spins before it sleeps: longer than the pauses between the phases of a call and between
+ * the calls of a loop, and short enough not to hold up other programs. */
 static const int64_t SPIN_NANOSECONDS = 2000000;
 static const int64_t RETRY_NANOSECONDS = 1000000000; /* after thread creation has failed */
 
-/* Parts of a job's state. */
+/* Fields of a job's state: workers inside, free seats, and two flags. */
 enum { INSIDE = 0x7ff, ONE_SEAT = 1 << 11, SEATS = 0x7ff << 11, OPEN = 1 << 22, WAITED_FOR = 1 << 23 };
 
-/* A parallel call. All members but `state` and `most_running` belong to the call, and to workers
- * that have entered it: a worker enters by taking a seat, and the call ends when all have left. */
+/* A parallel call. A worker enters it by taking a seat, and the call ends when all workers have left. Only the caller
+ * and workers inside may touch the members other than `state` and `most_running`. */
 struct job {
-    _Alignas(LINE) _Atomic uint32_t state; /* a futex: workers inside, seats left, open, the caller sleeps */
+    _Alignas(LINE) _Atomic uint32_t state; /* the fields above; a futex that the caller sleeps on */
     _Atomic int most_running;              /* workers enter only while fewer threads than this are running */
     int64_t tasks;
     void (*body)(void *arg, int64_t task);
@@ -47,7 +47,7 @@ struct job {
 };
 
 static struct {
-    _Alignas(LINE) _Atomic uint32_t news; /* a futex: counts reasons for an idle worker to look again */
+    _Alignas(LINE) _Atomic uint32_t news; /* a futex for idle workers: counts events that may give them work */
     _Atomic int sleeping;                 /* workers */
     _Alignas(LINE) _Atomic uint64_t used; /* a bit per job: some call has it */
     _Atomic uint64_t open;                /* a bit per job: it may have seats */
@@ -100,8 +100,8 @@ int rafter_pool_processors(void) {
     return found;
 }
 
-/* Waits without sleeping until `word` & `mask` is `value` (or, with `other`, is not). False if that
- * takes too long. */
+/* Spins until (word & mask) equals `value` or, with `other`, differs from it. False if that takes
+ * too long. */
 static bool spin_until(_Atomic uint32_t *word, uint32_t mask, uint32_t value, bool other) {
     /* With more threads than processors, the one that is waited for may need this processor. */
     const bool crowded = atomic_load_explicit(&pool.workers, memory_order_relaxed) >= rafter_pool_processors();
@@ -118,7 +118,7 @@ static bool spin_until(_Atomic uint32_t *word, uint32_t mask, uint32_t value, bo
     }
 }
 
-/* Lets idle workers look for work: those that are awake, and `count` of those that sleep. */
+/* Lets idle workers look for work: all that spin, and up to `count` of those that sleep. */
 static void announce(int count) {
     atomic_fetch_add(&pool.news, 1);
     if (count > 0 && atomic_load(&pool.sleeping) > 0)
@@ -163,10 +163,10 @@ static void leave(struct job *job, bool seat_is_free) {
         after = state - 1 + (seat_is_free && state & OPEN ? ONE_SEAT : 0);
     while (!atomic_compare_exchange_weak(&job->state, &state, after));
     if ((after & INSIDE) == 0 && state & WAITED_FOR)
-        wake(&job->state, 1); /* by now the job may be another call's: then nobody is woken, or needlessly */
+        wake(&job->state, 1); /* by now the job may belong to another call; waking its caller does no harm */
 }
 
-/* Takes tasks of a job that this worker has entered, until none is left or it is not wanted. */
+/* Takes tasks of a job that this worker has entered, until none is left or too many threads run. */
 static void help(struct job *job) {
     const int most = atomic_load_explicit(&job->most_running, memory_order_relaxed);
     if (atomic_load(&job->state) & SEATS && atomic_load(&pool.sleeping) > 0)
@@ -187,8 +187,8 @@ static void help(struct job *job) {
     leave(job, gave_way);
 }
 
-/* Helps a job, if one wants it. Begins to look at another one each time, so that jobs get equally
- * many workers. */
+/* Enters an open job that has a free seat, and helps it; false if there is none. The search starts
+ * at a different job each time, so that workers spread evenly over jobs. */
 static bool help_any(unsigned *first) {
     const uint64_t open = atomic_load(&pool.open);
     if (open == 0)
@@ -225,8 +225,8 @@ static void *work(void *arg) {
 
 /* ---- creating and ending them ---------------------------------------------------------------- */
 
-/* The child has none of the parent's threads. Whatever they held or counted is free again; no call
- * of the forking thread is under way, because jobs run none of the caller's code. */
+/* Runs in the child of a fork, which has none of the parent's other threads: clears everything that
+ * these held or counted. The forking thread is in no job, because jobs run none of the caller's code. */
 static void forget_workers(void) {
     atomic_store(&pool.workers, 0);
     atomic_store(&pool.sleeping, 0);
@@ -255,9 +255,9 @@ static void block_signals(sigset_t *before) {
     pthread_sigmask(SIG_SETMASK, &set, before);
 }
 
-/* What the C library itself takes of a thread's stack. With glibc that includes the thread-local variables of the
- * program and of the libraries it was started with, which may be megabytes. Only a function that glibc does not
- * declare says how many; other C libraries do not have it. */
+/* The bytes of a thread's stack that the C library takes for itself. With glibc they include the thread-local variables
+ * of the program and of the libraries it was started with, which may be megabytes. glibc tells only through a function
+ * that its headers do not declare; other C libraries do not have it. */
 static size_t least_stack(const pthread_attr_t *attributes) {
     typedef size_t get_least(const pthread_attr_t *);
     get_least *get = NULL;
@@ -280,7 +280,8 @@ static bool create_worker(pthread_t *thread, void *arg) {
     return created;
 }
 
-/* Has as many workers as `wanted`, or as can be. Does not wait for another thread that is at it. */
+/* Creates workers until there are `wanted` or creation fails. Returns at once if another thread is
+ * creating or ending workers. */
 static void provide(int wanted) {
     if (atomic_load_explicit(&pool.workers, memory_order_relaxed) >= wanted || now() < atomic_load(&pool.retry))
         return;

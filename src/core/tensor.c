@@ -43,7 +43,7 @@ static struct text shape_text(int ndim, const int64_t *shape) {
     return text;
 }
 
-/* A dtype that the library does not have. */
+/* The name, for a message, of a dtype that the library does not have. */
 static struct text foreign_text(DLDataType dtype) {
     static const struct {
         const char *name;

@@ -18,8 +18,9 @@ int rafter_default_threads(void) {
     return threads < RAFTER_MOST_THREADS ? (int)threads : RAFTER_MOST_THREADS;
 }
 
-/* Tasks that the host's threads take. Each thread has a range of its own and takes its tasks in order: adjacent
- * memory, which the kernel provides without threads being in each other's way. Then it takes those of others. */
+/* The tasks of a call that runs on the host's threads, cut into ranges. Each thread first takes the tasks of its own
+ * range in order, so that it writes adjacent memory and page faults of different threads do not contend. Then it takes
+ * what is left of other ranges. */
 enum { MOST_RANGES = 64 };
 struct host_tasks {
     const rafter_context *context;
@@ -46,7 +47,8 @@ static void take_range(struct host_tasks *t, int range) {
     }
 }
 
-/* Runs on the i-th of the host's threads, which gets its own memory and environment back. */
+/* Runs on the i-th of the host's threads, and restores the thread's own kernel memory and floating-point environment at
+ * the end. */
 static void take_tasks(void *arg, int32_t i) {
     struct host_tasks *const t = arg;
     char *const memory = rafter_thread_memory;

@@ -15,8 +15,8 @@ int rafter_default_threads(void);
  * tasks by shape alone, never by thread. */
 void rafter_parallel(const rafter_context *context, int64_t tasks, void (*body)(void *arg, int64_t task), void *arg);
 
-/* How many of `all` elements a task should take: so few that the threads of a large machine share a small
- * tensor, so many that a task is worth taking. A power of two. */
+/* How many of `all` elements a task should take: few enough that a small tensor gives all threads of a large machine
+ * work, and enough that a task is worth its overhead. A power of two. */
 static inline int64_t rafter_task_elements(int64_t all) {
     enum { LEAST = 1 << 14, MOST = 1 << 16, ENOUGH_TASKS = 64 };
     int64_t elements = LEAST;
@@ -25,11 +25,11 @@ static inline int64_t rafter_task_elements(int64_t all) {
     return elements;
 }
 
-/* What the bench wants to know of the phases of an op: sums over all runs of a phase. */
+/* For the bench: times of one parallel phase of an op, summed over all its runs. */
 struct rafter_phase {
     const char *name;
     int64_t runs, tasks;
-    double wall, busy; /* seconds: until the last task ended; inside tasks, over all threads */
+    double wall, busy; /* seconds. wall: until the last task ended; busy: inside tasks, summed over threads */
 };
 enum { RAFTER_MOST_PHASES = 16 };
 struct rafter_phases {
@@ -37,7 +37,7 @@ struct rafter_phases {
     int count;
 };
 
-/* The same, and adds the time to the phase of this name if the context has context->phases. */
+/* rafter_parallel, which also adds its times to the phase of this name if context->phases is set. */
 void rafter_parallel_phase(const rafter_context *context, const char *name, int64_t tasks,
                            void (*body)(void *arg, int64_t task), void *arg);
 

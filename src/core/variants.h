@@ -49,7 +49,7 @@ struct rafter_variant_functions {
 struct rafter_variant {
     const char *name;
     int level;                                        /* CPU: enum rafter_isa. CUDA: RAFTER_LEVEL_... */
-    const struct rafter_variant_functions *functions; /* NULL: of librafter_cuda, which is not loaded */
+    const struct rafter_variant_functions *functions; /* NULL in librafter's CUDA rows: librafter_cuda has them */
     const void *kernels;                              /* CPU: the struct <op>_kernels compiled for `level` */
 };
 
@@ -72,7 +72,7 @@ struct rafter_op {
 #include "ops/ops.inc"
 #undef RAFTER_OP
 
-/* CUDA levels: ten times the compute capability, and 1 if no later device will do. */
+/* CUDA levels: the compute capability as 100 * major + 10 * minor, plus 1 if the row runs on no later device. */
 #define RAFTER_LEVEL_sm80 800
 #define RAFTER_LEVEL_sm90 900
 #define RAFTER_LEVEL_sm90a 901
@@ -95,7 +95,8 @@ struct rafter_op {
 rafter_status rafter_begin_call(rafter_context *context, const char *name, const void *args, void *copy, size_t size,
                                 rafter_direction direction);
 
-/* Checks that the caller's workspace overlaps nothing, picks the variant, takes the workspace, runs. Every op's forward and backward end here. */
+/* Checks that the caller's workspace overlaps nothing, picks the variant, takes the workspace, runs.
+ * Every op's forward and backward end here. */
 rafter_status rafter_run(rafter_context *context, const struct rafter_op *op, const struct rafter_call *call);
 
 /* The bytes of workspace that rafter_run would take. Every rafter_<op>_workspace ends here. */
