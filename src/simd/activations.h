@@ -25,8 +25,8 @@ V_INLINE struct v_logistic v_logistic(int dtype, vf x) {
     return (struct v_logistic){v_select_negative(x, e, one), v_select_negative(x, one, e), e, one + e};
 }
 
-/* 2^t, for results in bf16 that are products or quotients of it: a polynomial of degree 3 is off by at
- * most 1.1e-4 of the value, a nineteenth of half a unit in their last place. Exact at integers. */
+/* 2^t for results that are rounded to bf16 and are products or quotients of it. A polynomial of degree 3 has a relative
+ * error of at most 1.1e-4: a nineteenth of half a unit in the last place of bf16. Exact at integers. */
 V_INLINE vf v_coarse_exp2(vf t) {
 #if V_LANES == 16
     const vf r = (vf)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -38,8 +38,8 @@ V_INLINE vf v_coarse_exp2(vf t) {
 #endif
 }
 
-/* e^-|x| for forward. The gradient of silu needs v_logistic: it has a root, where errors are not
- * relative. */
+/* e^-|x| for forward. Gradients use v_logistic, whose e is more accurate for bf16: the gradient of silu
+ * has a root, near which an error of e is large relative to the result. */
 V_INLINE vf v_decay(int dtype, vf x) {
     const vf magnitude = (vf)((vi)x & 0x7fffffff);
     if (dtype == RAFTER_F32)

@@ -111,8 +111,8 @@ V_INLINE v16 v_select_negative_16(v16 x, v16 a, v16 b) {
     return _mm256_blendv_epi8(b, a, _mm256_srai_epi16(x, 15));
 }
 
-/* One instruction finds the smallest of eight unsigned integers; with the bits flipped, the largest
- * signed. */
+/* _mm_minpos_epu16 finds the smallest of eight unsigned integers; with all bits but the sign flipped,
+ * it finds the largest signed one. */
 V_INLINE int16_t v_fold_max_i16(v16 a) {
     const __m128i part = _mm_max_epi16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     return (int16_t)(_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(part, _mm_set1_epi16(0x7fff))), 0) ^ 0x7fff);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax statistics of columns: adjacent lines whose elements are one row of memory apart. Vectors
- * run across the columns, a lane per column. A lane's results depend on its own column alone.
+ * Softmax statistics of columns: each line to reduce is a column, and neighbouring columns are
+ * adjacent in memory. Vectors run across the columns, one lane per column. A lane's results depend
+ * on its own column alone.
  */
 #ifndef RAFTER_SIMD_COLUMNS_H
 #define RAFTER_SIMD_COLUMNS_H
@@ -14,7 +15,7 @@ enum {
      * last few columns in the order of memory, in one vector or two. */
     V_UNIT = 2 * V_LANES,
     V_COLUMNS = 2048, /* the most columns per call */
-    V_COLUMN_ROWS = 8 /* of a block, which is read once: its maxima and then its exponentials */
+    V_COLUMN_ROWS = 8 /* rows that are loaded at a time, for their maxima and then for their exponentials */
 };
 
 /* The first `count` lanes; all of them at the cost of a plain load or store. */
@@ -34,7 +35,7 @@ V_INLINE vf v_pivots(vf max) {
     return v_select(max == v_set(-INFINITY), v_set(0.0f), max);
 }
 
-/* Brings an array of one 32-bit value per column from the order of memory into that of units. */
+/* Reorders an array of one 32-bit value per column from the order of memory to that of units. */
 V_INLINE void v_order_columns(int dtype, int64_t columns, void *values) {
     float *const at = values;
     for (int64_t c = 0; v_is_split(dtype) && c + V_UNIT <= columns; c += V_UNIT) {
@@ -59,11 +60,11 @@ V_INLINE void v_restore_columns(int dtype, int64_t columns, void *values) {
 /* The running statistics of columns, in the order of units: a pivot, and a compensated sum. */
 struct v_column_state {
     float *pivot, *sum, *lost;
-    const int32_t *label; /* or NULL, */
-    float *target;        /* and then NULL too */
+    const int32_t *label; /* the row whose element goes to `target`; NULL: not wanted */
+    float *target;        /* NULL if label is */
 };
 
-/* A vector of them, `count` lanes from column c on. */
+/* The state of one vector of columns. v_load_lines and v_store_lines: `count` of them, from column c on. */
 struct v_lines {
     vf pivot;
     struct v_kahan sum;
@@ -83,8 +84,8 @@ V_INLINE void v_store_lines(const struct v_column_state *s, int64_t c, int64_t c
     v_store_lanes(RAFTER_F32, s->lost + c, l->sum.lost, count);
 }
 
-/* Moves pivots to the maximum where it exceeds them by more than 1: up to there x - pivot is
- * accurate enough. `first`: nothing has been added. */
+/* Raises pivots to the maximum where it exceeds them by more than 1, and rescales their sums: up to
+ * 1, x - pivot is accurate enough. `first`: nothing has been added yet. */
 V_INLINE struct v_base v_move_pivots(bool first, struct v_lines *l, vf max) {
     const vi moves = max > l->pivot + v_set(1.0f);
     if (first) {
@@ -105,14 +106,14 @@ V_INLINE void v_add_terms(bool first, struct v_lines *l, vf terms) {
         v_kahan_add(&l->sum, terms);
 }
 
-/* Keeps the element of row `row` in the lanes that want it. */
+/* Keeps the elements of row `row` as targets in the lanes whose label it is. */
 V_INLINE void v_keep_target(const struct v_column_state *s, int64_t c, int64_t count, int64_t row, vf a) {
     const vi label = (vi)v_load_lanes(RAFTER_F32, s->label + c, count, 0.0f);
     const vf target = v_load_lanes(RAFTER_F32, s->target + c, count, 0.0f);
     v_store_lanes(RAFTER_F32, s->target + c, v_select(label == (int32_t)row, a, target), count);
 }
 
-/* The same for V_COLUMN_ROWS rows, of vector k of each. With many rows, few units hold a target. */
+/* The same for vector k of V_COLUMN_ROWS rows. With many rows, few units have a target among these. */
 V_INLINE void v_keep_targets(const struct v_column_state *s, int64_t c, int64_t row, vf a[V_COLUMN_ROWS][2], int k) {
     const vi distance = (vi)v_load(RAFTER_F32, s->label + c) - (int32_t)row;
     if (!v_bits((vi)((vu)distance < V_COLUMN_ROWS)))
@@ -123,8 +124,9 @@ V_INLINE void v_keep_targets(const struct v_column_state *s, int64_t c, int64_t 
     v_store(RAFTER_F32, s->target + c, target);
 }
 
-/* Adds V_COLUMN_ROWS rows of a unit, from row `row` on. They are read once: 64 KiB between rows, as
- * in images, leave them no place in L1 for a second time. NaN: v_max takes the second operand. */
+/* Adds V_COLUMN_ROWS rows of a unit, from row `row` on. They are loaded once, into registers: rows
+ * 64 KiB apart, as in images, evict each other from L1 before a second read. The maxima ignore NaN,
+ * because v_max then returns its second operand. */
 V_INLINE void v_fold_unit(int dtype, bool first, const char *x, int64_t pitch, int64_t row, int64_t c,
                           const struct v_column_state *s) {
     vf a[V_COLUMN_ROWS][2];
@@ -159,8 +161,8 @@ V_INLINE void v_load_columns(int dtype, int vectors, const char *x, int64_t coun
         a[0] = v_load_lanes(dtype, x, count, -INFINITY);
 }
 
-/* Adds up to V_COLUMN_ROWS rows. `vectors` 2: of a unit. 1: of `count` columns in the order of
- * memory. */
+/* Adds up to V_COLUMN_ROWS rows: with `vectors` 2, of a unit; with 1, of `count` columns in the order
+ * of memory. */
 V_INLINE void v_fold_some(int dtype, bool first, int vectors, const char *x, int64_t pitch, int64_t row, int64_t rows,
                           int64_t c, int64_t count, const struct v_column_state *s) {
     vf a[2], max[2], even[2] = {v_set(0.0f), v_set(0.0f)}, odd[2] = {v_set(0.0f), v_set(0.0f)};
@@ -219,11 +221,11 @@ V_INLINE void v_fold_rows(int dtype, bool first, const char *x, int64_t pitch, i
         v_fold_some(dtype, first, 1, x + c * bytes, pitch, row, rows, c, min64(columns - c, V_LANES), s);
 }
 
-/* Of every column a pivot and the sum of e^(x - pivot). The pivot is the maximum or up to 1 less,
- * but infinite when that is. A column that holds +inf has the sum 1; a column that holds NaN has
- * the sum NaN, whatever the pivot. `pitch`: bytes from row to row. With labels (in the order of
- * units), target[c] becomes the element of column c in row label[c], or 0 if there is none; pass
- * NULL for both otherwise. */
+/* Computes a pivot and the sum of e^(x - pivot) of every column. The pivot is the maximum or up to 1
+ * less; if the maximum is infinite, it is the maximum. A column that holds +inf has the sum 1; a
+ * column that holds NaN has the sum NaN, whatever the pivot. `pitch`: bytes from row to row. With
+ * labels (in the order of units), target[c] becomes the element of column c in row label[c], or 0 if
+ * there is no such row; otherwise pass NULL for both. */
 V_INLINE void v_column_statistics(int dtype, const char *x, int64_t pitch, int64_t columns, int64_t rows,
                                   const int32_t *label, float *target, float *pivots, float *sums) {
     float lost[V_COLUMNS];
@@ -261,12 +263,12 @@ V_INLINE void v_column_statistics(int dtype, const char *x, int64_t pitch, int64
 
 /* ---- a few columns as many ------------------------------------------------------------------- */
 
-/* Columns are few if they leave lanes of a unit empty. If their rows follow one another in memory,
- * some rows can be taken as one that is as many times as wide. The statistics of its columns are
- * merged afterwards. */
-enum { V_WIDE = V_UNIT * V_UNIT }; /* more than the most columns of such a row */
+/* Fewer columns than a unit leave lanes empty. If rows follow one another in memory without gaps,
+ * `side` of them can be treated as one row of `side` times as many columns. The statistics of
+ * columns that belong together are merged afterwards. */
+enum { V_WIDE = V_UNIT * V_UNIT }; /* such a row has fewer columns than this */
 
-/* How many rows become one, a power of two: 1 if the columns are not few or the rows not many. */
+/* `side`, a power of two; 1 if there are too many columns or too few rows. */
 V_INLINE int64_t v_side_by_side(int64_t columns, int64_t rows) {
     const int64_t side = columns < 8 ? V_UNIT : V_LANES;
     return columns < V_UNIT && rows >= 2 * side ? side : 1;
@@ -282,7 +284,7 @@ V_INLINE void v_merge_columns(float *pivots, float *sums, int64_t n) {
             sum[k] = v_load_lanes(RAFTER_F32, sums + k * n + c, count, 0.0f);
         }
         const vf top = v_max(pivot[0], pivot[1]);
-        for (int k = 0; k < 2; k++) /* equal also if both are infinite */
+        for (int k = 0; k < 2; k++) /* no factor for equal pivots: infinite ones would give inf - inf */
             total += v_select(pivot[k] == top, sum[k], sum[k] * v_exp_from(pivot[k], top));
         v_store_part(RAFTER_F32, pivots + c, top, count);
         v_store_part(RAFTER_F32, sums + c, total, count);

@@ -102,7 +102,7 @@ V_INLINE vu v_narrow_pair_bf16(vf a, vf b) {
 
 /* ---- loads and stores ------------------------------------------------------------------------ */
 
-/* Without streaming stores: plain ones. */
+/* Plain stores: portable code has no streaming ones. */
 V_INLINE void v_stream(void *p, vf a) {
     memcpy(p, &a, sizeof a);
 }

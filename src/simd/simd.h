@@ -16,7 +16,7 @@
  *   V_LANES                   floats in a vector
  *   V_FMA                     1 if v_fma rounds once
  *   V_INT16                   1 if it has v_narrow2 and v16 (below)
- *   V_SPLIT_BF16              1 if a pair of bf16 vectors (see v_load_pair) is its even and odd elements
+ *   V_SPLIT_BF16              1 if v_load_pair splits bf16 into its even and its odd elements
  *   V_NEON                    1 in neon.h
  *
  *   v_set(a)                  a in all lanes
@@ -42,8 +42,8 @@
  *   v_set_16, v_load_16, v_max_i16, v_min_u16, v_select_negative_16   on vectors v16 of 2 V_LANES
  *                             16-bit integers; v_fold_max_i16, v_fold_min_u16: of all of them
  *
- * avx512.h and neon.h also define the functions that others get from an #if V_LANES < 16 or #if
- * !V_NEON below.
+ * Functions below an #if V_LANES < 16 or #if !V_NEON are fallbacks: avx512.h and neon.h define their
+ * own.
  */
 #ifndef RAFTER_SIMD_H
 #define RAFTER_SIMD_H
@@ -80,9 +80,9 @@
     }                                                                                                                  \
     }
 
-/* A function that runs `statement` with `dtype` bound to a constant, in a function of its own for each dtype: GCC takes
- * more than linear time for large functions. V_FUNCTION(sum_rows, (const struct block *b, float *to), (b, to), b->dtype,
- * rows(dtype, b, to)) */
+/* Defines a function that runs `statement` with `dtype` bound to a constant. Each dtype has a function of its own,
+ * because GCC takes more than linear time for large functions:
+ *     V_FUNCTION(sum_rows, (const struct block *b, float *to), (b, to), b->dtype, rows(dtype, b, to)) */
 #define V_FUNCTION(name, parameters, arguments, value, statement)                                                      \
     static __attribute__((noinline)) void name##_f32 parameters {                                                      \
         enum { dtype = RAFTER_F32 };                                                                                   \
@@ -112,8 +112,8 @@ V_INLINE int64_t v_bytes(int dtype) {
 
 #if !V_NEON /* NEON has instructions for these */
 
-/* The larger or smaller; if either is NaN: NaN or b, and NaN if b is. For bounds that let NaN pass:
- * one instruction everywhere, which v_max is not. */
+/* The larger or the smaller. NaN if b is NaN; if only a is NaN, either b or NaN. For clamping, with
+ * the bound as a and the value as b: NaN passes. One instruction on every ISA, unlike v_max. */
 V_INLINE vf v_max_nan(vf a, vf b) {
     return v_max(a, b);
 }
@@ -152,7 +152,7 @@ V_INLINE vi v_from_bits(unsigned bits) {
 /* a * 2^n for integer n and a in [1, 2]. Overflows to infinity, underflows through the subnormals
  * to zero. */
 V_INLINE vf v_scale(vf a, vf n) {
-    /* NaN passes both bounds; the result gets it from a. */
+    /* If n is NaN, it passes both bounds; the result is NaN because a is. */
     n = v_min_nan(v_set(258.0f), v_max_nan(v_set(-300.0f), n));
     const vi integer = __builtin_convertvector(n, vi), half = integer >> 1;
     return a * (vf)((half + 127) << 23) * (vf)((integer - half + 127) << 23);
@@ -203,7 +203,7 @@ V_INLINE void v_store(int dtype, void *p, vf a) {
     }
 }
 
-/* Two adjacent vectors. */
+/* Stores two adjacent vectors. */
 V_INLINE void v_store2(int dtype, void *p, vf a, vf b) {
 #if V_INT16
     if (dtype != RAFTER_F32) {
@@ -218,7 +218,7 @@ V_INLINE void v_store2(int dtype, void *p, vf a, vf b) {
 
 #if V_LANES < 16 && !V_NEON /* AVX-512 has masked loads and stores, and NEON has few lanes */
 
-/* The first n (at most V_LANES) elements; the other lanes hold `fill`. Reads nothing past them. */
+/* Loads the first n (at most V_LANES) elements and nothing past them; the other lanes hold `fill`. */
 V_INLINE vf v_load_part(int dtype, const void *p, int64_t n, float fill) {
     if (n > V_LANES)
         __builtin_unreachable(); /* otherwise the compiler warns of an overflow below */
@@ -273,9 +273,9 @@ V_INLINE void v_fence(void) {
 
 /* ---- pairs ----------------------------------------------------------------------------------- */
 
-/* A pair is 2 V_LANES adjacent elements in two vectors, in the order of memory or split: the even
- * elements and the odd ones. v_store_pair and v_stream_pair restore the order of memory. Where the
- * order does not matter, splitting halves the cost of unpacking and packing bf16 on x86. */
+/* A pair holds 2 V_LANES adjacent elements in two vectors: in the order of memory, or split into the
+ * even elements and the odd ones. v_store_pair and v_stream_pair restore the order of memory. Where
+ * the order does not matter, splitting halves the cost of unpacking and packing bf16 on x86. */
 V_INLINE bool v_is_split(int dtype) {
     return V_SPLIT_BF16 && dtype == RAFTER_BF16;
 }
@@ -319,8 +319,8 @@ V_INLINE void v_store_pair(int dtype, void *p, vf a, vf b) {
     }
 }
 
-/* The first n (fewer than 2 V_LANES) elements of a pair; the others are `fill`, which is 0 or infinite.
- * Reads nothing past them. */
+/* Loads the first n (fewer than 2 V_LANES) elements of a pair and nothing past them; the others are
+ * `fill`, which is 0 or infinite. */
 V_INLINE void v_load_pair_part(int dtype, const void *p, int64_t n, float fill, vf *a, vf *b) {
 #if V_LANES == 16
     if (dtype == RAFTER_BF16) {
@@ -505,7 +505,7 @@ V_INLINE vf v_tanh(vf x) {
 
 /* ---- strided elements ------------------------------------------------------------------------ */
 
-/* What only moves elements depends on their size alone: one function for all dtypes of a file, called and not inlined. */
+/* Functions that only move elements depend on their size alone: one function serves all dtypes, and is not inlined. */
 V_OUTLINE void v_repeat_bytes(int64_t bytes, const void *p, int64_t n, void *buffer) {
     uint32_t word = 0;
     memcpy(&word, p, (size_t)bytes);
@@ -517,7 +517,7 @@ V_OUTLINE void v_repeat_bytes(int64_t bytes, const void *p, int64_t n, void *buf
 }
 
 V_OUTLINE void v_gather_bytes(int64_t bytes, const void *p, int64_t stride, int64_t n, void *buffer) {
-    if (stride == 0) /* compilers turn that loop into vectors only without the stride */
+    if (stride == 0) /* as a case of its own, compilers vectorise it */
         v_repeat_bytes(bytes, p, n, buffer);
     else if (bytes == 4 && stride == 2)
         for (int64_t i = 0; i < n; i++)
@@ -542,8 +542,8 @@ V_OUTLINE void v_scatter_bytes(int64_t bytes, const void *buffer, void *p, int64
             memcpy((char *)p + i * stride * 2, (const char *)buffer + i * 2, 2);
 }
 
-/* Copies `rows` rows of n elements, `pitch` elements from row to row and `step` from column to column, one behind the
- * other. Writes up to a vector past them. */
+/* Copies `rows` rows of n elements into the buffer, one right after another. In p, rows are `pitch` elements apart and
+ * columns `step`. May write up to a vector past the last row. */
 V_OUTLINE void v_pack_rows(int64_t bytes, const void *p, int64_t pitch, int64_t step, int64_t rows, int64_t n,
                            void *buffer) {
     const int64_t wide = n * bytes, apart = pitch * bytes;
@@ -562,7 +562,8 @@ V_OUTLINE void v_pack_rows(int64_t bytes, const void *p, int64_t pitch, int64_t 
     } else if (wide == 16) {
         V_PACK_WORDS(16);
     } else {
-        /* A whole vector ends in the next row if that begins at least a vector behind this one. */
+        /* Whole vectors read past the end of a row. That stays within the next row if it begins at least a vector
+         * after this one. What they write too much is overwritten by the next row. */
         const bool whole = apart >= V_LANES * 4;
         for (int64_t r = 0; r < rows; r++, from += apart, to += wide)
             if (whole && r < rows - 1)

@@ -109,8 +109,9 @@ static float v_reduce_angle_exactly(float theta, int64_t position, int32_t *quar
     return (float)(negative ? -rest : rest);
 }
 
-/* n sines and cosines of position * theta[i]. n is a multiple of V_LANES. theta holds fp32 values;
- * `largest` bounds their magnitudes, and is infinite if any of them is infinite or NaN. */
+/* Computes the sine and cosine of position * theta[i] for i in [0, n). n is a multiple of V_LANES.
+ * theta holds fp32 values; `largest` bounds their magnitudes, and is infinite if any of them is
+ * infinite or NaN. */
 V_INLINE void v_sincos_row(const double *theta, double largest, int64_t position, int64_t n, float *sine,
                            float *cosine) {
     const double p = (double)position;
@@ -180,13 +181,15 @@ static __attribute__((noinline)) void v_sincos_lanes(const double *theta, double
  * a relative error of up to 4e-5, and 3e-7 where they are not small. `step` has v_turn_step of theta. Results
  * are n floats from row to row.
  *
- * The upper 32 bits of the angle are its fraction of a turn, to 2^-33. The nearest quarter turn is split off;
- * polynomials of the distance from it follow. Where that is so small that its last bit counts, the sine or
- * the cosine is taken from v_sincos_row: once in 30,000 angles, and at position 0.
+ * Angles are 64-bit fractions of a turn, which wrap around; from row to row one step is added. The upper 32 bits are
+ * the angle to 2^-33 turns. The nearest quarter turn is split off; polynomials of the distance from it follow. Where
+ * the distance is so small that its last bit counts, both results come from v_sincos_row: once in 30,000 angles, and at
+ * position 0.
  */
 V_INLINE void v_sincos_rows(const double *theta, const uint64_t *step, double largest, int64_t position, int64_t rows,
                             int64_t n, float *sine, float *cosine) {
-    /* Rows from `from` to `to` are within the bounds, one by one: bits do not depend on where rows begin. */
+    /* The positions of rows [from, to) are within the bound. It is tested row by row, so that a row's bits do not
+     * depend on the position that a call begins with. */
     const double p = (double)position, bound = largest < V_TURN_THETA ? V_TURN_POSITION : 0.0;
     const int64_t from = (int64_t)fmin(fmax(1.0 - bound - p, 0.0), (double)rows);
     const int64_t to = (int64_t)fmin(fmax(bound - p, (double)from), (double)rows);

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Softmax statistics of rows: the running maximum and the sum of exponentials relative to it, in
  * one pass over memory. Shared by every op that normalises. The statistics of two parts of a row
@@ -87,15 +88,16 @@ enum { V_STEPS = 1, V_STEP_SHIFT = 23 };
 #endif
 
 struct v_base {
+    /* shift is subtracted from x first. low: the least x - shift; smaller ones count as it. magic: see above. */
     vf magic, low, shift;
     float pivot; /* the x whose term is 1; -INFINITY: all x so far were -inf */
     float limit; /* the largest x allowed: terms above it would overflow or lose accuracy */
     bool near;   /* shift is 0 */
 };
 
-/* The base for terms whose largest is about e^max. Far from zero (without FMA everywhere)
- * x log2(e) rounds too coarsely: then the pivot is subtracted from every x first. Without FMA the
- * pivot must also be close to the largest x. */
+/* The base for terms whose largest is about e^max. If max is far from zero, or without FMA, x log2(e)
+ * rounds too coarsely: then the pivot is subtracted from every x first. Without FMA the pivot must
+ * also be close to the largest x. */
 V_INLINE struct v_base v_base_at(float max) {
     const float magic = 0x1.8p23f, ln2 = 0.69314718055994530942f, deepest = -125.0f * ln2;
 #if V_FMA
@@ -269,7 +271,7 @@ V_INLINE struct v_peak v_peak_empty(void) {
     return peak;
 }
 
-/* Adds the pair at p, which a and b hold. */
+/* Adds the pair at p, which has been loaded into a and b. */
 V_INLINE void v_peak_add(int dtype, struct v_peak *peak, const void *p, vf a, vf b) {
     (void)dtype, (void)p;
 #if V_INT16

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Short rows turned into columns and back, so that vectors can run across rows, one lane per row.
- * V_LANES rows are turned at a time. Their elements are numbered row by row; each step of v_unzip
- * moves the lowest bit of an element's number to the top, so that after log2(n) steps those of n
- * columns are numbered column by column.
+ * Transposes: rows become columns of a buffer and back ("turned"), so that vectors can run across
+ * short rows, one lane per row. V_LANES rows are transposed at a time. Their elements are numbered
+ * row by row; each step of v_unzip moves the lowest bit of an element's number to the top, so that
+ * after log2(n) steps those of n columns are numbered column by column.
  */
 #ifndef RAFTER_SIMD_TRANSPOSE_H
 #define RAFTER_SIMD_TRANSPOSE_H
@@ -11,7 +11,7 @@
 #include "core/sizes.h"
 #include "simd/simd.h"
 
-/* The even elements of `count` vectors, then the odd ones. `count` is a compile-time constant. */
+/* Puts the even elements of `count` vectors first, then the odd ones. `count` is a compile-time constant. */
 V_INLINE void v_unzip(vf *a, int count) {
     vf b[V_LANES];
     for (int i = 0; i < count / 2; i++) {
@@ -33,9 +33,9 @@ V_INLINE void v_zip(vf *a, int count) {
         a[i] = b[i];
 }
 
-#if !V_NEON /* there in neon.h */
+#if !V_NEON /* neon.h has its own */
 
-/* Elements of a by index, lane by lane. */
+/* Lane i of the result is lane index[i] of a. */
 V_INLINE vf v_permute(vf a, vi index) {
 #if V_LANES == 16
     return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)a);
@@ -52,8 +52,9 @@ V_INLINE vf v_permute(vf a, vi index) {
 
 /* A vector holds V_LANES / width rows, where width is the least power of two that is at least n. */
 
-/* Rows [r, r + V_LANES), of which `rows` are there. `whole`: as many follow, so that V_LANES
- * elements can be read anywhere. */
+/* Transposes V_LANES rows at x, of which `rows` exist, into columns. `spread`: lane indices that move the rows of a
+ * vector from n elements apart to `width` apart. `whole`: V_LANES more rows follow, so that whole vectors can be
+ * read. */
 V_INLINE void v_packed_to_columns(int dtype, int width, const char *x, int64_t rows, int64_t n, vi spread, bool whole,
                                   float *to, int64_t to_pitch) {
     const int per = V_LANES / width;
@@ -84,6 +85,7 @@ V_INLINE void v_packed_rows_to_columns(int dtype, int width, const char *x, int6
         v_packed_to_columns(dtype, width, x, rows, n, spread, false, to, to_pitch);
 }
 
+/* The inverse. `pack`: the inverse of `spread`. `whole`: V_LANES more rows are written later. */
 V_INLINE void v_columns_to_packed(int dtype, int width, const float *from, int64_t from_pitch, int64_t rows, int64_t n,
                                   vi pack, bool whole, char *y) {
     const int per = V_LANES / width;
@@ -98,7 +100,7 @@ V_INLINE void v_columns_to_packed(int dtype, int width, const float *from, int64
         if (n != width)
             a[i] = v_permute(a[i], pack);
         if (whole)
-            v_store(dtype, to, a[i]); /* what is past `count` is overwritten by the next vector, or the next rows */
+            v_store(dtype, to, a[i]); /* elements past `count` are overwritten by the next vector, or the next rows */
         else
             v_store_part(dtype, to, a[i], count);
     }
@@ -135,7 +137,8 @@ V_INLINE void v_columns_to_packed_rows(int dtype, int width, const float *from, 
 
 /* ---- other rows ------------------------------------------------------------------------------ */
 
-/* V_LANES rows, of which `rows` are there, and up to V_LANES of their n columns. */
+/* Transposes a square: V_LANES rows, of which `rows` exist, and up to V_LANES of their n columns. `whole`: all of it
+ * can be read. */
 V_INLINE void v_square_to_columns(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t n, bool whole,
                                   float *to, int64_t to_pitch) {
     vf a[V_LANES];
@@ -172,7 +175,7 @@ V_INLINE void v_columns_to_square(int dtype, const float *from, int64_t from_pit
 /* ---- any rows -------------------------------------------------------------------------------- */
 
 /* v_rows_to_columns: to[c * to_pitch + r] = x[r * pitch + c] for `rows` rows of n elements, as fp32.
- * Writes whole vectors: to_pitch is at least `rows` rounded up to V_LANES. */
+ * Writes whole vectors, so to_pitch must be at least `rows` rounded up to V_LANES. */
 V_INLINE void v_rows_to_columns_as(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t n, float *to,
                                    int64_t to_pitch) {
     if (pitch == n && n <= V_LANES / 2) {
@@ -218,9 +221,9 @@ V_FUNCTION(v_columns_to_rows,
            (type, from, from_pitch, rows, n, y, pitch), type,
            ((void)type, v_columns_to_rows_as(dtype, from, from_pitch, rows, n, y, pitch)))
 
-/* ---- elements as they are -------------------------------------------------------------------- */
+/* ---- without conversion ---------------------------------------------------------------------- */
 
-/* `count` elements of a dtype, bit by bit, a lane each; the other lanes are undefined. */
+/* Loads the bits of `count` elements, one lane each; the other lanes are undefined. */
 V_INLINE vf v_load_bits(int dtype, const void *p, int64_t count) {
     if (dtype == RAFTER_F32)
         return count == V_LANES ? v_load(RAFTER_F32, p) : v_load_part(RAFTER_F32, p, count, 0.0f);
@@ -255,7 +258,8 @@ V_INLINE void v_store_bits(int dtype, void *p, vf a, int64_t count) {
 #endif
 }
 
-/* One square of v_turn. `whole`: all of it is there. */
+/* Transposes one square for v_turn. `whole`: it has V_LANES rows and columns; else `rows` and n. Pitches are in
+ * bytes. */
 V_INLINE void v_turn_square(int dtype, bool whole, const char *x, int64_t pitch, int64_t rows, int64_t n, char *to,
                             int64_t to_pitch) {
     vf a[V_LANES];
@@ -268,8 +272,8 @@ V_INLINE void v_turn_square(int dtype, bool whole, const char *x, int64_t pitch,
             v_store_bits(dtype, to + i * to_pitch, a[i], whole ? V_LANES : rows);
 }
 
-/* A whole square of pairs of 16-bit elements: V_LANES rows of 2 V_LANES. Every row's elements are read once, and turned
- * in half the steps. */
+/* Transposes V_LANES rows of 2 V_LANES 16-bit elements. Two neighbours are moved as one 32-bit lane and split at the
+ * end: half the steps of two squares. */
 V_INLINE void v_turn_pairs(const char *x, int64_t pitch, char *to, int64_t to_pitch) {
     vf a[V_LANES];
     for (int i = 0; i < V_LANES; i++)
@@ -300,8 +304,8 @@ V_INLINE void v_turn_as(int dtype, const char *x, int64_t pitch, int64_t rows, i
         }
 }
 
-/* v_turn for packed rows of a few 16-bit elements, an even number: pairs of them are turned as one, several rows to a
- * vector. */
+/* v_turn for packed rows of a few 16-bit elements, an even number. Two neighbours are moved as one 32-bit element, and
+ * a vector holds several rows. */
 V_INLINE void v_turn_packed(const char *x, int64_t rows, int64_t n, char *to, int64_t to_pitch) {
     enum { SOME = 256 }; /* rows at a time */
     float pairs[V_LANES / 2 * SOME];
@@ -318,7 +322,7 @@ V_INLINE void v_turn_packed(const char *x, int64_t rows, int64_t n, char *to, in
     }
 }
 
-/* to[c * to_pitch + r] = x[r * pitch + c] for `rows` rows of n elements of 2 or 4 bytes, without conversion. */
+/* A transpose: to[c * to_pitch + r] = x[r * pitch + c] for `rows` rows of n elements of 2 or 4 bytes. */
 V_OUTLINE void v_turn(int64_t bytes, const char *x, int64_t pitch, int64_t rows, int64_t n, char *to,
                       int64_t to_pitch) {
     if (bytes == 4)

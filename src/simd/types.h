@@ -15,9 +15,9 @@
 
 #include "rafter/rafter.h"
 
-/* Nothing but static functions: no symbol of one ISA level can leak into another. */
+/* All functions are static, so that the linker cannot use one ISA level's copy at another level. */
 #define V_INLINE static inline __attribute__((always_inline))
-/* For code that is used in many places and whose calls cost little beside its loops: it is compiled once per file. */
+/* Not inlined: for code with many callers, where a call costs little beside the loops. Compiled once per file. */
 #define V_OUTLINE static __attribute__((noinline, unused))
 
 typedef float vf __attribute__((vector_size(V_LANES * 4)));
