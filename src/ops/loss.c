@@ -349,7 +349,7 @@ struct reading {
     struct labels_read part[READ_TASKS];
 };
 
-/* Of n int64 labels in sequence: how many are not ignored, and how many of those are out of range. */
+/* Returns how many of n int64 labels in sequence are not ignored. *bad: how many of those are out of range. */
 static int64_t count_labels(const char *from, int64_t n, int64_t classes, int64_t ignored, int64_t *bad) {
     uint64_t counted = 0, out = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -362,8 +362,8 @@ static int64_t count_labels(const char *from, int64_t n, int64_t classes, int64_
     return (int64_t)counted;
 }
 
-/* The sum of the class weights of n such labels, all of them ignored or in range. Several sums hide the latency of the
- * adds. */
+/* The sum of the class weights of n int64 labels in sequence, each of which is ignored or in range. Several sums hide
+ * the latency of the adds. */
 static double add_label_weights(const struct rafter_loss *loss, const char *from, int64_t n) {
     enum { SUMS = 4 };
     const char *const weights = loss->class_weight.data;
@@ -400,7 +400,7 @@ static void read_task(void *arg, int64_t task) {
             reading->part[task] = read;
             return;
         }
-        read = (struct labels_read){.counted = 0, .first_bad = -1}; /* again, to find it */
+        read = (struct labels_read){.counted = 0, .first_bad = -1}; /* again, to find the first bad one */
     }
     for (int64_t row = first; row < end && read.first_bad < 0; row++) {
         const int64_t label = raw_label(loss, row);
@@ -422,7 +422,7 @@ double rafter_loss_denominator(const struct rafter_loss *loss) {
     return rafter_loss_has(&loss->denominator) ? (double)get(&loss->denominator, 0) : loss->label_weight;
 }
 
-/* Over all classes; in four sums, because each addition waits for the one before it. */
+/* The sum over all classes. Several sums hide the latency of the adds. */
 static double sum_class_weights(const struct rafter_loss *loss) {
     double sum[4] = {0.0, 0.0, 0.0, 0.0};
     int64_t v = 0;
@@ -539,8 +539,8 @@ void rafter_loss_write(const struct rafter_loss *loss, double sum) {
     put(&loss->loss, 0, nothing ? 0.0 : sum / loss->mean_denominator);
 }
 
-/* The coefficients if the softmax is share * e^(u - pivot). lse: r, for the derivative of z_loss *
- * r^2. surprise: log(share) + entropy, only read with dentropy. */
+/* The coefficients of a row whose softmax is share * e^(u - pivot). lse: r, for the derivative of
+ * z_loss * r^2. surprise: log(share) + entropy, only read with dentropy. */
 static struct rafter_row_gradient gradient(const struct rafter_loss *loss, int64_t row, int64_t label, double pivot,
                                            double share, double lse, double surprise) {
     const double dloss = rafter_loss_has(&loss->dloss) ? (double)get(&loss->dloss, row) : 1.0;

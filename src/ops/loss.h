@@ -39,8 +39,8 @@ struct rafter_loss_args {
 struct rafter_loss {
     int64_t rows;
     int64_t classes; /* of this rank: the columns of its logits */
-    /* Of all ranks: V, and the first of this rank's. Labels are in [0, all_classes), and class_weight
-     * has all_classes elements. Without class_group: classes, 0. */
+    /* The number of classes over all ranks, V, and the index of this rank's first one. Labels are in
+     * [0, all_classes), and class_weight has all_classes elements. Without class_group: `classes` and 0. */
     int64_t all_classes, first_class;
     rafter_communicator class_group, row_group; /* see rafter_group_has */
     rafter_reduction reduction;
@@ -64,10 +64,10 @@ struct rafter_loss {
     rafter_view row_loss, logprob, argmax; /* the shape of the labels */
 
     /* Set by rafter_loss_read. */
-    int64_t counted;         /* rows that are not ignored; of all ranks of row_group */
-    double label_weight;     /* the sum of w_y over them */
+    int64_t counted;         /* rows that are not ignored; with row_group, later those of all its ranks */
+    double label_weight;     /* the sum of w_y over these rows */
     double mean_denominator; /* 1 unless the reduction is mean */
-    double class_weight_sum; /* over all_classes; without weights, or if nothing needs it, their number */
+    double class_weight_sum; /* over all_classes; without weights, or if nothing needs it, all_classes */
 };
 
 /* Whether the caller gave the tensor and it has elements. */
@@ -95,10 +95,10 @@ rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss
 /* The mean's denominator, from label_weight or from the caller. */
 double rafter_loss_denominator(const struct rafter_loss *loss);
 
-/* The row's class in [0, all_classes), or -1 if the row is ignored. */
+/* The row's label in [0, all_classes), or -1 if the row is ignored. */
 int64_t rafter_loss_label(const struct rafter_loss *loss, int64_t row);
 
-/* Whether the rows' statistics must be computed: backward may have been given all it needs. */
+/* Whether statistics of rows must be computed. Not in a backward that was given all it needs. */
 bool rafter_loss_needs_statistics(const struct rafter_loss *loss);
 
 /* The lse that the caller passed to backward. */
@@ -109,18 +109,18 @@ float rafter_loss_class_weight(const struct rafter_loss *loss, int64_t label);
 
 /* ---- many rows at once ----------------------------------------------------------------------- */
 
-/* The labels of rows [first, first + n), as rafter_loss_label. There are at most INT32_MAX
- * classes. */
+/* Reads the labels of rows [first, first + n), as rafter_loss_label does. There must be at most
+ * INT32_MAX classes. */
 void rafter_loss_labels(const struct rafter_loss *loss, int64_t first, int64_t n, int32_t *labels);
 
-/* Rows [first, first + n) of an fp32 view that has the shape of the labels or one element. A view
- * that was not given is 1 everywhere. */
+/* Reads rows [first, first + n) of an fp32 view that has the shape of the labels or one element. A
+ * view that was not given counts as 1 everywhere. */
 void rafter_loss_load_rows(const rafter_view *view, int64_t first, int64_t n, float *values);
 
-/* Writes them to an optional output. */
+/* Writes rows [first, first + n) of an optional fp32 output. */
 void rafter_loss_store_rows(const rafter_view *view, int64_t first, int64_t n, const float *values);
 
-/* Stores argmax of n rows, if the caller wants it. */
+/* The same for argmax. */
 void rafter_loss_store_argmax(const struct rafter_loss *loss, int64_t first, int64_t n, const int32_t *index);
 
 /* ---- rows ------------------------------------------------------------------------------------ */
@@ -131,7 +131,7 @@ struct rafter_row_stats {
     double sum;      /* of e^(u - max) if max is finite; 0 for no columns or all -inf */
     double moment;   /* the sum of (u - max) e^(u - max), 0 for u = -inf; only for the entropy */
     double weighted; /* the sum of w u; only with label smoothing */
-    double target;   /* u_y if column y is one of these, else 0 */
+    double target;   /* u_y if column y is one of the columns, else 0 */
     double best;     /* the largest logit, NaN if one is NaN; only for argmax */
     int64_t argmax;  /* its first index */
 };
@@ -142,7 +142,7 @@ extern const struct rafter_row_stats rafter_row_empty;
 /* The statistics of the columns of `a` followed by the columns of `b`. */
 struct rafter_row_stats rafter_row_merge(const struct rafter_row_stats *a, const struct rafter_row_stats *b);
 
-/* r. */
+/* r = logsumexp(u). */
 double rafter_row_lse(const struct rafter_row_stats *stats);
 
 /* Writes the row's outputs, as far as the caller gave them (row_loss, lse, logprob, entropy,
@@ -160,8 +160,8 @@ void rafter_loss_write(const struct rafter_loss *loss, double sum);
  * level is 1 and tilt is 0 without dentropy. With it, p e^t is the softmax itself, and the rest
  * follows from d entropy / du_v = -p_v (log p_v + entropy).
  * The coefficients include the factors that are constant along the row: dloss, row weight,
- * denominator, scale. `zero`: dz is 0 (an ignored row, or a row of all -inf), and the other members
- * must not be used. */
+ * denominator, scale. If `zero` is set, dz is 0 (an ignored row, or a row of all -inf), and the other
+ * members must not be used. */
 struct rafter_row_gradient {
     bool zero;
     float pivot; /* the largest u, or r */
@@ -171,12 +171,12 @@ struct rafter_row_gradient {
     double level, tilt;
 };
 
-/* From the row's statistics. label -1: `zero`. */
+/* The coefficients from the row's statistics. label -1 gives `zero`. */
 struct rafter_row_gradient rafter_loss_gradient(const struct rafter_loss *loss, int64_t row, int64_t label,
                                                 const struct rafter_row_stats *stats);
 
-/* From r alone, and the given entropy if there is a dentropy. r was rounded to a float, so p has a
- * relative error of |r| * 2^-24 or more: callers decide whether that is acceptable. */
+/* The coefficients from r alone and, with dentropy, the given entropy. r was rounded to a float, so p
+ * has a relative error of |r| * 2^-24 or more: callers decide whether that is acceptable. */
 struct rafter_row_gradient rafter_loss_gradient_from_lse(const struct rafter_loss *loss, int64_t row, int64_t label,
                                                          float lse);
 

@@ -11,8 +11,7 @@ static const char class_group[] = "options.class_group", row_group[] = "options.
 
 /* ---- agreement ------------------------------------------------------------------------------- */
 
-/* What a rank tells the others. The second column: whether the ranks of class_group, and those of
- * row_group, must have the same. */
+/* The terms of a tender (core/group.h): name, the groups whose ranks must have the same value, words for messages. */
 enum { IN_CLASSES = 1, IN_ROWS = 2, IN_BOTH = 3 };
 #define TERMS(X)                                                                                                       \
     X(OP, IN_BOTH, "the op")                                                                                           \
@@ -59,7 +58,7 @@ static void names_for(int group, const char *names[RAFTER_MOST_TERMS]) {
         names[t] = t < (int)TERM_COUNT && (all[t].groups & group) ? all[t].words : NULL;
 }
 
-/* Of 52 bits, so that a double holds it. */
+/* A hash of 52 bits, so that a double holds it. */
 static double hash_labels(const struct rafter_loss *loss) {
     uint64_t hash = 1469598103934665603u;
     for (int64_t row = 0; row < loss->rows; row++)
@@ -92,7 +91,7 @@ static void fill_terms(const struct rafter_loss *loss, const struct rafter_loss_
     term[TERM_WEIGHT] = loss->label_weight;
 }
 
-/* Whether the shards follow one another from class 0 to the last. */
+/* Fails unless the ranks' shards follow one another from class 0 to the last. */
 static rafter_status check_shards(rafter_context *context, const struct rafter_loss *loss,
                                   const struct rafter_tender *all) {
     double next = 0.0;

@@ -468,7 +468,7 @@ static struct options option_set(int64_t i) {
  * computed (scale, softcap: tanh to 2 units, 3 roundings), u itself is off by 6 e |u|. So lse,
  * logprob and every r - u_v are off by at most E + 12 e max|u|, before their own rounding.
  *
- * Gradient: p has a relative error of E + e (8 + 3 max|u - max|) + 12 e max|u| (v_curve_at), where
+ * Gradient: p has a relative error of E + e (8 + 3 max|u - max|) + 12 e max|u| (v_scaled_exp), where
  * exponents below -104 give 0, plus 2^-18 where it comes from lse. The terms of a gradient may
  * cancel, so that the same error, times their size, is also allowed as an absolute error.
  */

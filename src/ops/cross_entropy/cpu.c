@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* cross_entropy on the CPU: statistics and gradient of some columns of one row; cpu_tile.h has those
- * of many rows at once. */
+/* cross_entropy on the CPU: the kernels for some columns of one row, and for blocks of adjacent rows.
+ * The kernel for tiles, many rows at once, is in cpu_tile.h. */
 #include "ops/cross_entropy/kernels.h"
 
 #include "core/kernel_memory.h"
@@ -33,8 +33,8 @@ V_INLINE void u_of_piece(int dtype, int kind, const struct cross_entropy_row *ro
         v_store_part(RAFTER_F32, u, to_u(kind, v_load_part(dtype, z, n, 0.0f), t, &slope), n);
 }
 
-/* Sum of w u (of u if weight is NULL). Blocks are summed in fp32 and added in fp64, so the error
- * does not grow with n. */
+/* Sum of w u (of u if weight is NULL). Blocks are summed in fp32, and these sums in fp64, so that the
+ * error does not grow with n. */
 V_INLINE double weighted_sum(int dtype, const char *u, const float *weight, int64_t n) {
     double total = 0.0;
     while (n > 0) {
@@ -279,8 +279,8 @@ V_INLINE void gradient_of_dtype(int dtype, const struct cross_entropy_row *row, 
         zero_gradient(dtype, row, first, n);
         return;
     }
-    /* Where the exponential is 0, a NaN scale has no effect. Through the spread the whole row
-     * becomes NaN. */
+    /* A NaN p makes the whole row NaN by way of the spread: where the exponential is 0, a NaN factor of it
+     * would have no effect. */
     const float spread = g->p != g->p ? NAN : (float)g->spread;
     const struct coefficients c = {transform_of(row->softcap, row->scale), v_scaled_exp_of(g->pivot, (float)g->p),
                                    v_set(spread)};
@@ -322,7 +322,7 @@ static void load_block(rafter_dtype dtype, const char *z, int64_t class_stride, 
 
 static void fetch_block(rafter_dtype dtype, const char *z, int64_t class_stride, int64_t rows, int64_t n) {
     const int64_t step = class_stride * rafter_dtype_bytes(dtype), wide = rows * rafter_dtype_bytes(dtype) - 1;
-    const int64_t classes = step > 0 ? max64(64 / step, 1) : max64(n, 1); /* whose rows begin in one line */
+    const int64_t classes = step > 0 ? max64(64 / step, 1) : max64(n, 1); /* whose rows begin in one cache line */
     for (int64_t i = 0; i < n; i += classes) {
         __builtin_prefetch(z + i * step, 0, 2);
         if (((uintptr_t)(z + i * step) ^ (uintptr_t)(z + i * step + wide)) >> 6)

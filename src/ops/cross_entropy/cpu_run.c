@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cross_entropy in tiles: the CPU plan for short rows and for classes that are not contiguous. Rows
- * in sequence form runs, in which they are a constant stride apart. A tile is a part of a run, or
- * some whole runs if these are short; a task is some tiles.
+ * cross_entropy in tiles: the CPU plan for short rows and for classes that are not contiguous. A run
+ * is a range of rows that are a constant stride apart. A tile is a part of a run, or several whole
+ * runs if these are short; a task is several tiles.
  */
 #include <limits.h>
 #include <string.h>
@@ -15,11 +15,11 @@
 
 enum {
     MOST_TASKS = 1024, /* the workspace has a number for each */
-    LEAST_ROWS = 16,   /* of a tile: a lane each */
+    LEAST_ROWS = 16,   /* of a tile: they fill a vector in every variant */
     UNIT_ROWS = 32,    /* tiles are multiples of this where they can be: whole vectors in every variant */
     FEW_TILES = 32,    /* with fewer tiles than this, tiles are as small as they can be */
-    /* Most classes of contiguous rows. Longer ones are faster one by one: earlier in backward, which
-     * then takes little more than the exponentials. */
+    /* The most classes of contiguous rows. Longer rows are faster one at a time; in backward that holds
+     * for shorter rows already, because a row alone takes little more than its exponentials. */
     SHORT_ROWS = 160,
     SHORT_ROWS_BACKWARD = 80
 };
@@ -74,7 +74,7 @@ bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cros
                                                : SHORT_ROWS_BACKWARD);
     const bool as_they_are = t->scale == 1.0f && t->softcap == 0.0f && !t->entropy && !t->argmax;
     const bool adjacent = !contiguous && t->z_row == 1 && t->dz_row == 1 && as_they_are;
-    /* Fewer rows would leave lanes empty. With many classes they are turned in blocks (op.c). */
+    /* A run of fewer rows would leave lanes empty. If it has many classes, it is transposed in blocks (op.c). */
     t->direct = adjacent && t->run >= LEAST_ROWS && !call->common.batch_invariant;
     if (!t->direct && !fits)
         return false;
@@ -111,7 +111,8 @@ struct work {
     double *sums; /* per task; NULL in backward */
 };
 
-/* Numbers of a tile's rows, of 4 bytes, from run by run to the order of an interleaved tile. */
+/* Reorders 4-byte numbers, one per row, from run by run to the order of an interleaved tile (see struct
+ * cross_entropy_tiling). Rows of the runs that only fill vectors get `of_absent`. */
 static void interleave(const struct cross_entropy_tile *tile, int64_t run, void *numbers, int32_t of_absent) {
     const int64_t pitch = tile->rows / run;
     int32_t from[CROSS_ENTROPY_TILE];
@@ -121,7 +122,7 @@ static void interleave(const struct cross_entropy_tile *tile, int64_t run, void 
         for (int64_t i = 0; i < pitch; i++)
             *to++ = i < tile->runs ? from[i * run + r] : of_absent;
 }
-/* And back. */
+/* The inverse. */
 static void by_run(const struct cross_entropy_tile *tile, int64_t run, void *numbers) {
     const int64_t pitch = tile->rows / run;
     int32_t from[CROSS_ENTROPY_TILE];
@@ -132,7 +133,7 @@ static void by_run(const struct cross_entropy_tile *tile, int64_t run, void *num
             *to++ = from[r * pitch + i];
 }
 
-/* Numbers of the `rows` rows from `first` on, in the order of the tile's. */
+/* Reads the numbers of `rows` rows from `first` on, in the order of the tile's rows. */
 static void load_numbers(const struct work *work, const rafter_view *view, int64_t first, int64_t rows,
                          const struct cross_entropy_tile *tile, float *numbers) {
     const struct cross_entropy_tiling *const tiling = &work->tiles->tiling;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Tiles: many rows at once, a lane for each, for rows that are short or whose classes are not
+ * Tiles: many rows at once, one lane per row, for rows that are short or whose classes are not
  * contiguous. Where neighbouring rows are adjacent in memory, vectors are loaded from there. Other
- * rows are copied to a buffer of fp32 first, in which they are adjacent, and the gradient is copied
- * back from it. The formulas are those of loss.c.
+ * rows are first copied to an fp32 buffer in which they are adjacent; the gradient replaces them
+ * there and is copied to dlogits. The formulas are those of loss.c.
  */
 #ifndef RAFTER_CROSS_ENTROPY_CPU_TILE_H
 #define RAFTER_CROSS_ENTROPY_CPU_TILE_H
@@ -15,7 +15,7 @@
 
 enum {
     TILE = CROSS_ENTROPY_TILE,
-    AHEAD = 8 /* classes that are fetched ahead: processors prefetch only within a page */
+    AHEAD = 8 /* prefetch distance in classes: processors themselves prefetch only within a page */
 };
 
 /* A number per row. */
@@ -24,14 +24,14 @@ struct lanes {
     float weighted[TILE];                                    /* the sum of w u, if smoothing needs it */
     float moment[TILE];                                      /* of (u - pivot) e^(u - pivot), for the entropy */
     float log_sum[TILE];
-    /* Of the gradient: p e^(u - pivot) - spread w, less at_target for the label; 0 unless active. */
+    /* The gradient is p e^(u - pivot) - spread w, for the label p e^(u - pivot) - at_target; 0 unless active. */
     float p[TILE], spread[TILE], at_target[TILE];
     int32_t label[TILE], active[TILE];
 };
 
 /* ---- the buffer ------------------------------------------------------------------------------ */
 
-/* Rows of a tile as columns of the buffer. */
+/* Copies the rows of a tile to columns of the buffer: class c of row r goes to to[c * pitch + r]. */
 V_INLINE void tile_load(int dtype, const struct cross_entropy_tiling *t, const struct cross_entropy_tile *tile,
                         float *to, int64_t pitch) {
     const int64_t bytes = v_bytes(dtype);
@@ -57,7 +57,7 @@ V_INLINE void tile_load(int dtype, const struct cross_entropy_tiling *t, const s
     }
 }
 
-/* Logits in the buffer become u. slope: space for du/dz without the factor scale, or NULL. */
+/* Turns logits in the buffer into u. slope: space for du/dz without the factor scale, or NULL. */
 V_INLINE void tile_transform(int kind, const struct cross_entropy_tiling *t, float *u, float *slope, int64_t n) {
     const struct transform transform = transform_of(t->softcap, t->scale);
     for (int64_t i = 0; i < n; i += V_LANES) {
@@ -68,8 +68,8 @@ V_INLINE void tile_transform(int kind, const struct cross_entropy_tiling *t, flo
     }
 }
 
-/* The gradient with respect to u in the buffer becomes that with respect to the logits. A 0 stays:
- * the logits of an ignored row may be NaN. */
+/* Turns the gradient with respect to u into that with respect to the logits. A 0 stays 0: the slope
+ * of an ignored row may be NaN. */
 static void tile_apply_slope(float *d, const float *slope, int64_t n) {
     for (int64_t i = 0; i < n; i += V_LANES) {
         const vf a = v_load(RAFTER_F32, d + i);
@@ -124,8 +124,8 @@ V_INLINE void tile_store(int dtype, const struct cross_entropy_tiling *t, const 
 
 /* ---- statistics ------------------------------------------------------------------------------ */
 
-/* The sum of w u of every row. Some classes are summed in fp32 and added in fp64, so the error does
- * not grow with their number. */
+/* The sum of w u of every row. A few classes at a time are summed in fp32, and these sums in fp64, so
+ * that the error does not grow with the number of classes. */
 V_INLINE void tile_weighted(int dtype, const struct cross_entropy_tiling *t, const char *z, int64_t pitch, int64_t rows,
                             struct lanes *l) {
     enum { SOME = 16 };
@@ -222,7 +222,7 @@ static double tile_losses(const struct cross_entropy_tiling *t, struct cross_ent
     return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
 }
 
-/* What half a vector of rows adds to the formulas of rafter_loss_gradient. */
+/* The numbers of half a vector of rows, in fp64, that the formulas of rafter_loss_gradient take. */
 struct half_rows {
     vd dloss, row_weight, label_weight, sum, lse;
 };
@@ -314,7 +314,7 @@ V_INLINE void tile_gradient(int dtype, bool stream, const struct cross_entropy_t
 
 /* ---- a tile ---------------------------------------------------------------------------------- */
 
-/* Whether a row needs its statistics: in backward not if its lse is given and accurate enough. */
+/* Whether some row needs its statistics. In backward it does not if its lse is given and accurate enough. */
 static bool tile_needs_statistics(const struct cross_entropy_tiling *t, const struct cross_entropy_tile *tile) {
     if (t->forward || !tile->given_lse)
         return true;
@@ -324,8 +324,8 @@ static bool tile_needs_statistics(const struct cross_entropy_tiling *t, const st
     return inaccurate;
 }
 
-/* The kernels proper, on neighbouring rows that are adjacent: logits in `dtype` at z, pitches in
- * bytes. */
+/* Computes a tile whose neighbouring rows are adjacent, in memory or in the buffer: logits in `dtype`
+ * at z, pitches from class to class in bytes. */
 V_INLINE double tile_of(int dtype, const struct cross_entropy_tiling *t, struct cross_entropy_tile *tile, const char *z,
                         int64_t z_pitch, char *dz, int64_t dz_pitch) {
     struct lanes *const l = (void *)((float *)rafter_kernel_memory() + CROSS_ENTROPY_TURNED); /* after the buffer */

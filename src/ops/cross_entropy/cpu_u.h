@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* u, which the loss is a function of, from the logits. */
+/* From logits z to u = scale * softcap(z), of which the loss is a function. */
 #ifndef RAFTER_CROSS_ENTROPY_CPU_U_H
 #define RAFTER_CROSS_ENTROPY_CPU_U_H
 
 #include "simd/simd.h"
 
-/* u is the logit itself, the scaled logit, or the scaled and capped logit. */
+/* u is the logit itself, the scaled logit, or the capped and scaled logit. */
 enum { PLAIN, SCALED, CAPPED };
 
 static inline int kind_of(float softcap, float scale) {
@@ -41,7 +41,7 @@ static inline struct transform transform_of(float softcap, float scale) {
     return (struct transform){v_set(inverse), v_set(softcap), v_set(scale)};
 }
 
-/* u. *slope is du/dz without the factor scale. */
+/* Returns u; *slope is du/dz without the factor scale. */
 V_INLINE vf to_u(int kind, vf z, struct transform t, vf *slope) {
     *slope = v_set(1.0f);
     if (kind == PLAIN)

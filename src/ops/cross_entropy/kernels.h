@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The CPU kernels of cross_entropy, one table per variant. They work on some columns of one row, or
- * on a tile: many rows at once, a lane for each. */
+/* The CPU kernels of cross_entropy, one table per variant. A kernel works on some columns of one row,
+ * or on a tile: many rows at once, one lane per row. */
 #ifndef RAFTER_CROSS_ENTROPY_KERNELS_H
 #define RAFTER_CROSS_ENTROPY_KERNELS_H
 
 #include "ops/cross_entropy/call.h"
 
-/* The most columns per kernel call if the kernel copies them to buffers on its stack. Rows that
- * need no buffers have no limit. */
+/* The most columns per kernel call if the kernel copies them to buffers. Rows that need no buffers
+ * have no limit. */
 enum { CROSS_ENTROPY_PIECE = 2048 };
 
 struct cross_entropy_row {
@@ -32,35 +32,35 @@ static inline bool cross_entropy_gradient_buffered(const struct cross_entropy_ro
     return row->z_stride != 1 || row->dz_stride != 1 || row->softcap != 0.0f || row->scale != 1.0f || row->weight;
 }
 
-enum {
-    CROSS_ENTROPY_BLOCK_ROWS = 16, /* most adjacent rows that are turned at a time, */
-    CROSS_ENTROPY_BLOCK = 7168     /* and elements, in a buffer on the stack */
-};
+/* A block of adjacent rows (see op.c): the most rows, and the most elements that are transposed into a buffer at a
+ * time. */
+enum { CROSS_ENTROPY_BLOCK_ROWS = 16, CROSS_ENTROPY_BLOCK = 7168 };
 
 enum {
     CROSS_ENTROPY_TILE = 256,      /* the most rows of a tile */
     CROSS_ENTROPY_TURNED = 1 << 12 /* the most elements of a tile that is copied to a buffer */
 };
 
-/* The most elements of a tile in the buffer: with a soft cap, the gradient needs the slopes too. */
+/* The most elements of a tile that is copied: with a softcap, the buffer also holds the slopes for the gradient. */
 static inline int64_t cross_entropy_turned(bool gradient, float softcap) {
     return gradient && softcap != 0.0f ? CROSS_ENTROPY_TURNED / 2 : CROSS_ENTROPY_TURNED;
 }
 
-/* What is the same for all tiles of a call. Strides are in elements. */
+/* What is the same for all tiles of a call. Strides are in elements. A run is a range of rows that are a constant
+ * stride apart. */
 struct cross_entropy_tiling {
     rafter_dtype dtype;
     bool forward, gradient, stream;
-    bool direct; /* neighbouring rows are adjacent in memory, and every tile is one run: no buffer */
+    bool direct; /* no buffer: neighbouring rows are adjacent in memory, and every tile lies in one run */
     int64_t classes;
-    int64_t run; /* rows of a run, in which rows are a constant stride apart */
+    int64_t run; /* rows of a run */
     int64_t z_row, z_class, dz_row, dz_class;
-    /* Runs are short, and all their elements adjacent: they are turned as if each were one long row. The tile's rows are
-     * then the first rows of all its runs, the second ones, and so on. */
+    /* Runs are short, and the elements of each are adjacent: a run is transposed as if it were one long row. The rows
+     * of a tile are then in this order: the first rows of all its runs, their second rows, and so on. */
     bool interleaved;
-    int64_t z_run, dz_run; /* then: elements from a run to the next */
+    int64_t z_run, dz_run; /* if interleaved: elements from a run to the next */
     float smoothing, z_loss, scale;
-    float softcap; /* only if not direct, like the next two; 0: none */
+    float softcap; /* 0: none. A direct tile has neither this nor the next two */
     bool entropy, argmax;
     double class_weight_sum, denominator;
     const float *weight; /* contiguous class weights, if there are any and label smoothing needs them all */
@@ -70,11 +70,11 @@ struct cross_entropy_tiling {
 /* The rows of a tile: whole runs, or a part of one. */
 struct cross_entropy_tile {
     int64_t rows;
-    int64_t runs; /* if interleaved; `rows` has those of as many as whole vectors hold, ignored ones after these */
+    int64_t runs; /* if interleaved: those that exist. `rows` also has the rows of empty runs, which fill vectors */
     const char *z[CROSS_ENTROPY_TILE]; /* of each run */
     char *dz[CROSS_ENTROPY_TILE];
 
-    /* By row. The caller sets the labels (-1: ignored), the factors, and in backward lse, if it is
+    /* One number per row. The caller sets the labels (-1: ignored), the weights, dloss and, in backward, lse if it is
      * given. Forward sets lse, row_loss and logprob, and entropy and argmax if they are wanted. */
     int32_t label[CROSS_ENTROPY_TILE];
     float label_weight[CROSS_ENTROPY_TILE], row_weight[CROSS_ENTROPY_TILE], dloss[CROSS_ENTROPY_TILE];
@@ -92,15 +92,15 @@ struct cross_entropy_kernels {
     void (*gradient)(const struct cross_entropy_row *row, int64_t first, int64_t n,
                      const struct rafter_row_gradient *gradient);
 
-    /* The whole of a tile: statistics, outputs, gradient. Returns the sum of the row losses. */
+    /* Everything for one tile: statistics, outputs, gradient. Returns the sum of the row losses. */
     double (*tile)(const struct cross_entropy_tiling *tiling, struct cross_entropy_tile *tile);
 
-    /* Copies n classes of `rows` adjacent rows to fp32, where classes are adjacent and rows `pitch`
-     * apart: whole vectors, so pitch is at least n rounded up to 16. And back, to rows whose classes
-     * or which themselves are adjacent. Strides are in elements. */
+    /* For blocks of adjacent rows. load_block copies n classes of `rows` rows to fp32; there classes
+     * are adjacent and rows `pitch` apart. It writes whole vectors, so pitch is at least n rounded up
+     * to 16. fetch_block prefetches the same elements into L2. store_block copies back, to a result in
+     * which either classes or rows are adjacent. Strides are in elements. */
     void (*load_block)(rafter_dtype dtype, const char *z, int64_t class_stride, int64_t rows, int64_t n, float *to,
                        int64_t pitch);
-    /* Fetches them into L2. */
     void (*fetch_block)(rafter_dtype dtype, const char *z, int64_t class_stride, int64_t rows, int64_t n);
     void (*store_block)(rafter_dtype dtype, const float *from, int64_t pitch, int64_t rows, int64_t n, char *dz,
                         int64_t row_stride, int64_t class_stride);

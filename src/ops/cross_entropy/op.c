@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cross_entropy: checks, and the CPU plan. Short rows, and rows whose classes are not contiguous,
- * run in tiles (tiles.h). Otherwise a task is some whole rows or, if rows are few and long, one
- * chunk of the columns of one row. Rows that are adjacent, so that their classes are not, and that
- * tiles do not serve, are turned in blocks. If the classes are spread over ranks, statistics are always
- * taken by chunks, of all rows, before the first result is written.
+ * cross_entropy: checks, and the CPU plan, which takes one of these ways:
+ *   tiles    short rows, and rows whose classes are not contiguous (tiles.h)
+ *   rows     a task is some whole rows
+ *   chunks   few long rows: a task is one chunk of the columns of one row
+ *   blocks   where rows are adjacent in memory instead of classes, and tiles do not serve the call,
+ *            a block of adjacent rows takes the place of a row: it is transposed through a buffer
+ *   shared   classes are spread over ranks: the statistics of all rows are computed chunk by chunk
+ *            before the first result is written
  */
 #include <math.h>
 
@@ -22,8 +25,8 @@ enum {
      * task is whole rows or one chunk. So a row's bits depend neither on the number of threads nor
      * on the number of rows. */
     CHUNK = 16384,
-    MANY_BLOCKS = 64,
-    FEW_TASKS = 16,       /* with fewer chunks of blocks than this, blocks have fewer rows, */
+    MANY_BLOCKS = 64, /* with fewer blocks than this, a task has at least two neighbouring ones; else at least four */
+    FEW_TASKS = 16,   /* with fewer chunks of blocks than this, blocks have fewer rows, */
     LEAST_BLOCK_ROWS = 4, /* but not fewer than these */
     FEW_ROWS = 64,        /* with fewer rows than this, a task is one chunk */
     MOST_TASKS = 1024,    /* of whole rows */
@@ -78,19 +81,18 @@ static rafter_status check(rafter_context *context, const rafter_cross_entropy_a
 /* ---- plan ------------------------------------------------------------------------------------ */
 
 struct plan {
-    bool tiled; /* as `tiles` says; nothing else is set */
+    bool tiled; /* the call runs as `tiles` says; nothing else is set */
     struct cross_entropy_tiles tiles;
     struct cross_entropy_row row; /* what all rows share */
-    bool split;                   /* a task is one chunk; else rows_per_task rows */
+    bool split;                   /* a task is one chunk of a row (block); else rows_per_task rows (blocks) */
     bool shared;                  /* classes are spread over ranks: a task is chunks_per_task chunks */
     int64_t chunks, rows_per_task, chunks_per_task, tasks;
     struct {
         int64_t rank_prefix, chunk_prefix, records, stats, exchange;
     } at; /* shared: offsets in the workspace, see struct work */
-    /* If rows are adjacent instead of classes, a block of them takes the place of a row: at most
-     * block_rows rows of a run of `run` rows, which are turned `piece` classes at a time. 0: no
-     * blocks. Split: a gradient task is gradient_classes classes of all rows of a run, because adjacent results of
-     * several tasks would share cache lines. */
+    /* Blocks, if `blocks` is not 0. A block has at most block_rows rows of a run of `run` adjacent rows, and is
+     * transposed `piece` classes at a time. If split, a gradient task is gradient_classes classes of all rows of a
+     * run, because several tasks that write neighbouring rows would share cache lines. */
     int64_t run, block_rows, blocks_per_run, blocks, piece, gradient_classes;
 };
 
@@ -130,7 +132,7 @@ static void plan_blocks(const struct cross_entropy_call *call, struct plan *plan
         plan->block_rows = ceil_div(plan->block_rows, 2);
     plan->blocks_per_run = ceil_div(run, plan->block_rows);
     plan->blocks = call->loss.rows / run * plan->blocks_per_run;
-    /* By the run alone: pieces decide on a row's bits. */
+    /* Only the run decides on the piece: a row's bits depend on how it is cut into pieces. */
     plan->piece = min64(CROSS_ENTROPY_BLOCK / min64(run, CROSS_ENTROPY_BLOCK_ROWS), CROSS_ENTROPY_PIECE) / 16 * 16;
     plan->gradient_classes =
         round_up(max64(rafter_task_elements(call->loss.rows * call->loss.classes) / run, 1), plan->piece);
@@ -178,7 +180,7 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     }
     plan->rows_per_task =
         max64(ceil_div(units, MOST_TASKS), rafter_task_elements(rows * classes) / (classes * unit_rows + 1) + 1);
-    if (plan->blocks_per_run > 1) /* neighbouring blocks share cache lines: few should be in two tasks */
+    if (plan->blocks_per_run > 1) /* neighbouring blocks share cache lines: keep most of them in one task */
         plan->rows_per_task = max64(plan->rows_per_task, units < MANY_BLOCKS ? 2 : 4);
     plan->tasks = ceil_div(units, plan->rows_per_task);
     return forward ? (size_t)plan->tasks * sizeof(double) : 0;
@@ -195,7 +197,7 @@ struct work {
     struct rafter_row_stats *stats; /* split: ordered by row, then chunk. shared: of whole rows */
     double *sums;                   /* not split, forward: the sum of the row losses of each task */
     /* shared: */
-    double *rank_prefix, *chunk_prefix; /* sums of the class weights before each rank, each chunk, and of all */
+    double *rank_prefix, *chunk_prefix; /* the sum of the class weights before each rank (chunk), then that of all */
     struct rafter_row_record *records;  /* ordered by row, then chunk */
     char *exchange;                     /* see rafter_loss_exchange_bytes */
 };
@@ -286,8 +288,8 @@ static struct block block_at(const struct work *work, int64_t index) {
                     plan->block_rows);
 }
 
-/* Copies classes [first, first + n) of the block to the buffer, and fetches those behind them, up to
- * `end`. Returns what its rows share, as fp32. */
+/* Copies classes [first, first + n) of the block to the buffer, and prefetches the next n, up to `end`.
+ * Returns what the rows in the buffer share: they are fp32 and contiguous. */
 static struct cross_entropy_row load_piece(const struct work *work, const struct block *block, int64_t first, int64_t n,
                                            int64_t end, float *buffer) {
     struct cross_entropy_row row = work->plan->row;
@@ -300,7 +302,8 @@ static struct cross_entropy_row load_piece(const struct work *work, const struct
     return row;
 }
 
-/* Row r of the piece in the buffer; kernels count classes from 0. */
+/* Makes `row` row r of the buffer. Kernels index classes from 0, so the pointers are moved back by the
+ * buffer's first class. */
 static void take_row(const struct plan *plan, const struct block *block, int64_t r, int64_t first, float *buffer,
                      struct cross_entropy_row *row) {
     row->label = block->label[r];
@@ -308,7 +311,7 @@ static void take_row(const struct plan *plan, const struct block *block, int64_t
     row->z = row->dz;
 }
 
-/* The statistics of a chunk of every row: stats[r * step]. */
+/* Computes the statistics of one chunk of every row of the block; those of row r go to stats[r * step]. */
 static void block_stats(const struct work *work, const struct block *block, int64_t chunk,
                         struct rafter_row_stats *stats, int64_t step) {
     float *const buffer = rafter_task_memory();
@@ -351,7 +354,7 @@ static void block_gradient(const struct work *work, const struct block *block, i
     }
 }
 
-/* The gradient of some classes, from statistics: stats[r * step]. */
+/* Writes the gradient of classes [start, end) of the block, from the statistics of row r at stats[r * step]. */
 static void block_gradient_from(const struct work *work, const struct block *block, int64_t start, int64_t end,
                                 const struct rafter_row_stats *stats, int64_t step) {
     struct rafter_row_gradient gradient[CROSS_ENTROPY_BLOCK_ROWS];
@@ -512,7 +515,7 @@ static int64_t rows_end(const struct work *work, int64_t task) {
     return min64((task + 1) * MERGED_ROWS, work->call->loss.rows);
 }
 
-/* Statistics of rows over this rank's classes. */
+/* Merges the chunks of rows to this rank's records, which are sent. */
 static void send_task(void *arg, int64_t task) {
     const struct work *const work = arg;
     const int64_t chunks = work->plan->chunks;
@@ -526,7 +529,7 @@ static void send_task(void *arg, int64_t task) {
     }
 }
 
-/* Statistics of rows over all classes. */
+/* Merges the records of all ranks to statistics of rows over all classes. */
 static void merge_task(void *arg, int64_t task) {
     const struct work *const work = arg;
     const struct rafter_loss *const loss = &work->call->loss;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Calls that run in tiles: many rows at once. */
+/* CPU calls that run in tiles, many rows at once: cpu_run.c plans and runs them, cpu_tile.h has the kernel. */
 #ifndef RAFTER_CROSS_ENTROPY_TILES_H
 #define RAFTER_CROSS_ENTROPY_TILES_H
 
@@ -24,10 +24,10 @@ double cross_entropy_run_tiles(const rafter_context *context, const struct cross
                                const struct cross_entropy_tiles *tiles, const struct cross_entropy_kernels *kernels,
                                double *sums);
 
-/* The largest |lse| from which backward computes gradients. The rounding error of a large float
- * would show in the gradient: at 1e30, a tie of two looks like no tie. The bounds keep the error to
- * 2^-13 (bf16), 2^-16 (fp16) and 2^-18 (fp32) of p; for the 16-bit dtypes that is a sixteenth of
- * their own rounding. NaN and infinities are outside the bounds too. */
+/* The largest |lse| from which backward computes gradients; beyond it, statistics are computed again.
+ * The rounding error of a large lse would show in the gradient: at 1e30, a tie of two looks like no
+ * tie. The bounds keep the relative error of p to 2^-13 (bf16), 2^-16 (fp16) and 2^-18 (fp32); for
+ * the 16-bit dtypes that is a sixteenth of their own rounding. NaN and infinities are beyond them. */
 static inline float cross_entropy_lse_bound(rafter_dtype dtype) {
     return dtype == RAFTER_BF16 ? 0x1p11f : dtype == RAFTER_F16 ? 0x1p8f : 0x1p6f;
 }

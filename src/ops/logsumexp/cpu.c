@@ -2,8 +2,8 @@
 /*
  * logsumexp on the CPU. The statistics of a line are a pivot near the maximum and the sum of
  * exponentials relative to it. Rows use v_stats_row, columns v_column_statistics. Vectors need many
- * columns: short rows are turned into the columns of a buffer, and a few columns whose rows follow
- * one another in memory are taken as many shorter ones.
+ * columns: short rows are transposed into the columns of a buffer, and a few columns without gaps
+ * between them are treated as many shorter ones.
  */
 #include "ops/logsumexp/kernels.h"
 
@@ -17,15 +17,15 @@
 
 enum {
     BUFFER = 512,  /* elements gathered at a time where the elements of a row are not contiguous */
-    TURNED = 4096, /* elements of short rows turned into columns at a time: half of L1 */
-    /* Rows up to these lengths are processed as columns. Backward turns the result too; for 16-bit
-     * dtypes vectors along rows cost more. */
+    TURNED = 4096, /* elements of short rows transposed into columns at a time: half of L1 */
+    /* Rows up to these lengths are processed as columns. Backward is limited to shorter ones because it
+     * also transposes the result; for 16-bit dtypes vectors along rows cost more. */
     SHORT = 80,
     SHORT_BACKWARD = 12,
     SHORT_BACKWARD_16 = 33
 };
 
-/* Of rows of `length`, how many are turned at a time: whole units. */
+/* How many rows of `length` elements are transposed at a time: a multiple of V_UNIT. */
 V_INLINE int64_t turned_lines(int64_t length) {
     return min64(max64(TURNED / max64(length, 1) / V_UNIT, 1) * V_UNIT, 8 * V_UNIT);
 }
@@ -33,7 +33,7 @@ _Static_assert(SHORT *V_UNIT <= TURNED, "a unit of the longest short rows does n
 
 /* ---- a few columns as many ------------------------------------------------------------------- */
 
-/* How many rows become one: see v_side_by_side. */
+/* How many rows of memory are treated as one: see v_side_by_side. */
 V_INLINE int64_t rows_side_by_side(const struct logsumexp_block *b, bool gradient) {
     const bool packed = b->x_step == b->lines && (!gradient || b->dx_step == b->lines);
     return packed ? v_side_by_side(b->lines, b->length) : 1;
@@ -53,7 +53,7 @@ static void column_statistics(const struct logsumexp_block *b, float *pivots, fl
         statistics_of(b->dtype, b->x, b->x_step * rafter_dtype_bytes(b->dtype), b->lines, b->length, pivots, sums);
         return;
     }
-    /* The rows that are left over are merged like the second half of two. */
+    /* Halves are merged until one set of columns remains; then the rows that were left over are merged with it. */
     float wide_pivots[V_WIDE], wide_sums[V_WIDE];
     const int64_t rest = b->length - long_rows * side, bytes = rafter_dtype_bytes(b->dtype);
     statistics_of(b->dtype, b->x, wide * bytes, wide, long_rows, wide_pivots, wide_sums);
@@ -85,7 +85,7 @@ V_INLINE void row_statistics(int dtype, const struct logsumexp_block *b, float *
     }
 }
 
-/* Short rows from `line` on as columns of fp32, `pitch` elements apart. */
+/* Copies short rows from `line` on to columns of fp32: element i of the j-th goes to to[i * pitch + j]. */
 V_INLINE void turn(int dtype, const struct logsumexp_block *b, int64_t line, int64_t lines, float *to, int64_t pitch) {
     const int64_t bytes = v_bytes(dtype);
     const char *const x = b->x + line * b->x_line * bytes;
@@ -176,7 +176,7 @@ V_INLINE void row_gradient(int dtype, const struct logsumexp_block *b) {
         v_fence();
 }
 
-/* lse or dlse of some lines as fp32. */
+/* Reads lse or dlse of some lines as fp32. */
 V_INLINE void load_lines(rafter_dtype dtype, const char *from, int64_t step, int64_t lines, float *to) {
     for (int64_t c = 0; c < lines; c += V_LANES) {
         const int64_t count = min64(lines - c, V_LANES);
@@ -194,7 +194,7 @@ struct slopes {
     float pivot[LOGSUMEXP_MOST_LINES], scale[LOGSUMEXP_MOST_LINES];
 };
 
-/* The block's lines from `line` on, `times` times over. */
+/* Loads lse and dlse of the block's lines from `line` on, repeated `times` times. */
 V_INLINE void load_slopes(int dtype, const struct logsumexp_block *b, int64_t line, int64_t lines, int64_t times,
                           struct slopes *s) {
     const int64_t lse_bytes = rafter_dtype_bytes(b->lse_dtype), dlse_bytes = rafter_dtype_bytes(b->dlse_dtype);

@@ -8,16 +8,15 @@
 
 #include "rafter/rafter.h"
 
-/* A line is what one lse is of. In rows form lines are meant to be adjacent in memory along
- * themselves (they are gathered if not); in columns form neighbouring lines are adjacent, and
- * vectors run across them. */
+/* A line is the elements that one lse reduces. Rows form: the elements of a line are meant to be
+ * adjacent in memory; if they are not, they are gathered. Columns form: neighbouring lines are
+ * adjacent, and vectors run across them. */
 enum logsumexp_form { LOGSUMEXP_ROWS, LOGSUMEXP_COLUMNS, LOGSUMEXP_FORMS };
 
 enum { LOGSUMEXP_MOST_LINES = 2048 }; /* in a block */
 
-/* Some neighbouring lines, or a part of each. Strides are in elements: `_line` from line to line,
- * `_step` along a line.
- */
+/* Some neighbouring lines, or the same part of each. Strides are in elements: `_line` from line to
+ * line, `_step` along a line. */
 struct logsumexp_block {
     rafter_dtype dtype; /* of x and dx */
     int64_t lines, length;
@@ -40,11 +39,12 @@ struct logsumexp_block {
 };
 
 struct logsumexp_kernels {
-    /* Of every line a pivot, in statistics[0 .. lines), and the sum of e^(x - pivot), in the next
-     * `lines`. The pivot is the maximum or a little less, but infinite when that is. A line that
-     * holds +inf has the sum 1; a line that holds NaN has the sum NaN, whatever the pivot. */
+    /* Computes a pivot of every line, in statistics[0 .. lines), and the sum of e^(x - pivot), in the
+     * next `lines` numbers. The pivot is the maximum or a little less; if the maximum is infinite, it
+     * is the maximum. A line that holds +inf has the sum 1; a line that holds NaN has the sum NaN,
+     * whatever the pivot. */
     void (*statistics[LOGSUMEXP_FORMS])(const struct logsumexp_block *block, float *statistics);
-    /* lse of lines that were taken in `parts`, whose statistics follow one another. */
+    /* Writes the lse of lines whose statistics were computed in `parts` parts, which follow one another. */
     void (*finish)(const float *statistics, int64_t parts, int64_t lines, rafter_dtype dtype, char *lse,
                    int64_t lse_line);
     void (*gradient[LOGSUMEXP_FORMS])(const struct logsumexp_block *block);

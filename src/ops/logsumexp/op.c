@@ -3,8 +3,9 @@
  * logsumexp: checks, and the CPU plan. A call is brought into the form [outer ..., lines, length],
  * the same for all of its tensors, with one lse per line. A block is some neighbouring lines, or
  * parts of them; a task is some blocks. All of that follows from shapes and strides alone, so that
- * results do not depend on the number of threads. If `dim` is spread over ranks, each computes the lse
- * of its part in fp32, by a call without the group; they gather these and merge them alike.
+ * results do not depend on the number of threads. If `dim` is spread over ranks, each rank computes
+ * the lse of its part in fp32, as a call without the group. The ranks gather these, and each merges
+ * them in the same order.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -152,7 +153,8 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     const int64_t task = rafter_task_elements(plan->x.numel);
     const bool rows = plan->form == LOGSUMEXP_ROWS;
     plan->lines = min64(lines, rows ? min64(max64(task / whole, 1), LOGSUMEXP_MOST_LINES) : LOGSUMEXP_MOST_LINES);
-    /* Several steps of all columns are taken as one: with all of them in a block, not with some. */
+    /* A block of all lines may be treated as fewer, wider rows (rows_side_by_side in cpu.c). With one line less it
+     * never is, so that a line's bits do not depend on the number of lines. */
     if (call->common.batch_invariant && !rows)
         plan->lines = min64(plan->lines, max64(plan->x.stride[length] - 1, 1));
     plan->line_blocks = plan->lines ? ceil_div(lines, plan->lines) : 0;
@@ -289,8 +291,8 @@ const struct rafter_variant_functions rafter_logsumexp_on_cpu = {NULL, make_plan
 
 /* ---- over ranks ------------------------------------------------------------------------------ */
 
-/* The call for this rank's part of dim. Its lse is fp32 and row-major, so that all ranks have the lines
- * in the same order; it is at `own`. */
+/* The call for this rank's part of dim. Its lse, at `own`, is fp32 and row-major, so that all ranks
+ * have the lines in the same order. */
 static struct logsumexp_call part_of(const struct logsumexp_call *call, void *own) {
     struct logsumexp_call part = *call;
     rafter_view *const lse = &part.lse;
