@@ -11,8 +11,8 @@ struct act_call {
     struct rafter_call common;
     rafter_act_kind kind;
     int dim; /* softmax: in [0, ndim) */
-    /* Forward: x. Backward: x (relu without a mask, sigmoid, silu) or y (softmax); else data is
-     * NULL. */
+    /* Forward: x. Backward: x (relu without a mask, sigmoid, silu) or y (softmax); for other kinds data
+     * is NULL. */
     rafter_view in;
     rafter_view dy;            /* backward only */
     rafter_view out;           /* forward: y. Backward: dx. May be the same memory as in (forward) or dy (backward) */

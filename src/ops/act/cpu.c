@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * act on the CPU. An elementwise kind is one function of a vector, applied by v_map. Softmax has
- * two forms, depending on the memory layout of the lines it normalises: along rows (the elements of
- * a line are contiguous, or gathered) and along columns (the lines are adjacent and their elements
- * one row apart; vectors run across the lines, so nothing is transposed).
+ * act on the CPU. An elementwise kind is one function of a vector, applied by v_map. Softmax has two
+ * forms, depending on the memory layout of the lines that it normalises. Along rows, the elements of
+ * a line are contiguous, or are gathered. Along columns, the lines are adjacent and their elements
+ * one row apart; vectors run across the lines, so nothing is transposed.
  */
 #include "core/variants.h"
 #include "ops/act/cpu_elementwise.h"

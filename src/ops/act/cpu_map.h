@@ -13,14 +13,15 @@ V_INLINE char *row_at(int dtype, const struct act_block *b, int tensor, int64_t 
     return b->data[tensor] + row * b->row_stride[tensor] * v_bytes(dtype);
 }
 
-/* Inputs whose rows are not contiguous are copied to a buffer tile by tile: parts of a row, or of several rows if the
- * input lies across them and can be turned. Results are written in parts of TILE_COLUMNS, whose ends are incomplete
- * cache lines. If the rows of the output are packed and short, several of them are packed and computed as one. */
+/* Inputs whose rows are not contiguous are copied to a buffer tile by tile. A tile is a part of one row; or, if the
+ * input's columns are contiguous, TILE_COLUMNS columns of TILE_ROWS rows, which are transposed. Results of such tiles
+ * are written in parts of TILE_COLUMNS, which end in incomplete cache lines. If the rows of the output are short and
+ * packed, several of them are computed as one. */
 enum { GATHER = 1024, TILE_ROWS = 32, TILE_COLUMNS = 256, TILE_ELEMENTS = TILE_ROWS * TILE_COLUMNS };
 enum { SHORT_COLUMNS = V_LANES, PACKED_ELEMENTS = 2048 };
 
-/* The tile of rows x columns elements at (row, column) of an input, with column stride 1: in its own
- * place, or copied to the buffer. Tiles come row by row, from the first column on. *pitch: bytes from row to row. */
+/* Returns the tile of rows x columns elements at (row, column) of an input with column stride 1: where it is, or copied
+ * to the buffer. *pitch: bytes from row to row. Must be called for a row's tiles in order, from column 0 on. */
 V_INLINE const char *tile_of(int dtype, const struct act_block *b, int tensor, int64_t row, int64_t rows,
                              int64_t column, int64_t columns, char *buffer, int64_t *pitch) {
     const int64_t bytes = v_bytes(dtype), step = b->column_stride[tensor], row_step = b->row_stride[tensor];
@@ -30,7 +31,7 @@ V_INLINE const char *tile_of(int dtype, const struct act_block *b, int tensor, i
         return from;
     *pitch = TILE_COLUMNS * bytes;
     if (step == 0 && column > 0)
-        return buffer; /* a repeated element is the same in all tiles of a row */
+        return buffer; /* the row repeats one element, which the tile before has put there */
     if (row_step == 1 && rows > 1)
         v_turn(bytes, from, step, columns, rows, buffer, TILE_COLUMNS);
     else
@@ -39,7 +40,7 @@ V_INLINE const char *tile_of(int dtype, const struct act_block *b, int tensor, i
     return buffer;
 }
 
-/* The rows [row, row + rows) of an input as one: in their own place, or packed into the buffer. */
+/* Returns rows [row, row + rows) of an input without gaps: where they are, or packed into the buffer. */
 V_INLINE const char *packed_rows(int dtype, const struct act_block *b, int tensor, int64_t row, int64_t rows,
                                  char *buffer) {
     const int64_t bytes = v_bytes(dtype), step = b->column_stride[tensor], row_step = b->row_stride[tensor];
@@ -78,7 +79,7 @@ V_INLINE void map_rows(int dtype, int inputs, const struct act_block *b, int64_t
     across &= rows > 1 && out_step == 1;
     const int64_t tile_rows = contiguous ? rows : across ? TILE_ROWS : 1;
     const int64_t tile_columns = contiguous ? b->columns : across ? TILE_COLUMNS : GATHER;
-    char *const gathered = buffer[0] + GATHER * 4; /* not in use for tiles of one row */
+    char *const gathered = buffer[0] + GATHER * 4; /* for results to scatter; tiles of one row leave it free */
     for (int64_t row = first; row < first + rows; row += tile_rows)
         for (int64_t column = 0; column < b->columns; column += tile_columns) {
             const int64_t high = min64(first + rows - row, tile_rows), wide = min64(b->columns - column, tile_columns);

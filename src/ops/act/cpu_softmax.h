@@ -6,10 +6,10 @@
  * first, since finding it costs nothing. The maximum is needed only if it is so far above the first
  * element that the sum exceeds GUESS_LIMIT or is NaN.
  *
- * Elements are processed in pairs of vectors (v_load_pair), which have their own lane order. Data
- * that is kept from one pass to the next (exponentials, statistics of columns) stays in that order.
- * So all passes must form the same pairs: starting at the same element, with the remaining elements
- * in single vectors.
+ * Elements are processed in pairs of vectors (v_load_pair), which have a lane order of their own.
+ * Data that is kept from one pass to the next (exponentials, statistics of columns) stays in that
+ * order. So all passes must form the same pairs: they start at the same element, and take the
+ * elements after the last pair in single vectors.
  */
 #ifndef RAFTER_ACT_CPU_SOFTMAX_H
 #define RAFTER_ACT_CPU_SOFTMAX_H

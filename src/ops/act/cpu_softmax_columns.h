@@ -6,16 +6,16 @@
 #include "ops/act/cpu_softmax.h"
 
 enum {
-    /* Rows summed in registers before they are added to the sums of the columns. A sum of n rows
-     * has FOLD + n / FOLD roundings. */
+    /* Rows that are summed in registers before they are added to the sums of the columns. A sum of n
+     * rows has FOLD + n / FOLD roundings. */
     FOLD = 8,
-    /* Pairs of vectors across columns whose sums are in registers meanwhile. Each row is read
-     * contiguously for that long. */
+    /* Pairs of vectors of adjacent columns that are summed in registers at a time: so much of each row is
+     * read in one piece. */
     PAIRS = 4,
-    /* Prefetch distance in rows: of the sums, which read a part of each row, and of the results. */
+    /* Prefetch distances in rows: for sums, which read a part of each row, and for results. */
     AHEAD = 16,
     APPLY_AHEAD = 4,
-    /* Bytes of rows that results are fetched ahead for. */
+    /* While results are computed, rows of at least this many bytes are prefetched. */
     LONG_ROW = 1024
 };
 
@@ -117,8 +117,8 @@ V_INLINE void columns_forward_statistics(int dtype, const struct act_block *b, f
     }
 }
 
-/* The results are computed from the last row to the first: the rows read last may still be in L2. Processors do not
- * fetch long rows ahead in that order; short ones they do. */
+/* Results are computed from the last row to the first, because the rows read last may still be in L2. Processors
+ * prefetch short rows in that order by themselves, but not long ones. */
 V_INLINE void fetch_ahead(int dtype, const struct act_block *b, int tensor, const char *at) {
     const int64_t pitch = b->row_stride[tensor] * v_bytes(dtype);
     if (pitch >= LONG_ROW)
@@ -205,7 +205,7 @@ V_INLINE void columns_backward_apply(int dtype, const struct act_block *b, const
 
 /* ---- few rows -------------------------------------------------------------------------------- */
 
-/* The first n elements of a pair, then zeros; n is at least 1, and often a whole pair. */
+/* Loads the first n elements of a pair, then zeros; n is at least 1, and often a whole pair. */
 V_INLINE void load_pair_part(int dtype, const void *p, int64_t n, vf *a, vf *b) {
     if (n < 2 * V_LANES)
         v_load_pair_part(dtype, p, n, 0.0f, a, b);
@@ -213,7 +213,8 @@ V_INLINE void load_pair_part(int dtype, const void *p, int64_t n, vf *a, vf *b) 
         v_load_pair(dtype, p, a, b);
 }
 
-/* Backward reads and writes more streams than processors fetch ahead: it fetches so many bytes ahead itself. */
+/* Backward reads and writes more streams than processors prefetch, so it prefetches them itself, this many bytes
+ * ahead. */
 enum { FAR = 512 };
 
 V_INLINE void fetch_pair(int dtype, const char *p, bool to_write) {
@@ -221,7 +222,8 @@ V_INLINE void fetch_pair(int dtype, const char *p, bool to_write) {
         __builtin_prefetch(p + i, to_write);
 }
 
-/* A pair of vectors of every row: n elements, fewer only at the end of the rows. */
+/* Softmax of the n columns from `column` on, in registers: a pair of vectors from every row. n is 2 V_LANES except at
+ * the end of the rows. */
 V_INLINE void few_rows_at(int dtype, bool is_forward, const struct act_block *b, int64_t column, int64_t n,
                           bool stream) {
     const int64_t at = column * v_bytes(dtype), rows = b->rows;
@@ -261,7 +263,7 @@ V_INLINE void few_rows_at(int dtype, bool is_forward, const struct act_block *b,
     }
 }
 
-/* All rows of a pair of vectors at once: nothing is read or computed twice. */
+/* Takes all rows of two vectors of columns at once, so that nothing is read or computed twice. */
 V_INLINE void few_rows(int dtype, bool is_forward, const struct act_block *b) {
     const int64_t pitch = b->row_stride[ACT_OUT] * v_bytes(dtype), whole = b->columns / (2 * V_LANES) * (2 * V_LANES);
     const bool stream = streams(dtype, b, 0) && pitch % V_STREAM == 0;

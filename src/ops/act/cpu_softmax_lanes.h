@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax where vectors along a line, or across the lines of a block, would be mostly empty: short
- * rows, which are turned into the columns of a buffer, and a few columns of packed rows, of which
- * several rows are taken as one.
+ * Softmax where vectors along a line, or across the lines of a block, would be mostly empty. Short
+ * rows are transposed into the columns of a buffer. Of a few columns without gaps between rows,
+ * several rows are treated as one. This file also picks the kernel for whole rows.
  */
 #ifndef RAFTER_ACT_CPU_SOFTMAX_LANES_H
 #define RAFTER_ACT_CPU_SOFTMAX_LANES_H
@@ -15,18 +15,18 @@
 /* ---- short rows ------------------------------------------------------------------------------ */
 
 enum {
-    TURNED = 2048,     /* elements of each tensor turned at a time, or as many as a vector of rows has */
-    TURNED_ROWS = 256, /* rows at a time, at most */
-    /* Elements of the buffer; backward has two tensors in it. */
+    TURNED = 2048,     /* elements of each tensor transposed at a time; more if V_LANES rows have more */
+    TURNED_ROWS = 256, /* the most rows transposed at a time */
+    /* Elements of the buffer, which in backward holds two tensors. */
     MOST_TURNED = ACT_JOINED * V_LANES > 2 * TURNED ? ACT_JOINED *V_LANES : 2 * TURNED,
-    /* Rows of up to this length are turned. Backward turns three tensors, and pays for it only
-     * where several rows fit a vector. */
+    /* Rows of up to this length are transposed. Backward transposes three tensors, which pays only
+     * where several rows fit into a vector. */
     SHORTEST_FORWARD = 40,
     SHORTEST_BACKWARD = V_LANES / 2,
-    MOST_VECTORS = V_LANES == 16 ? 12 : 4 /* of rows whose gradient is computed in registers */
+    MOST_VECTORS = V_LANES == 16 ? 12 : 4 /* the most vectors of a row whose gradient is computed in registers */
 };
 
-/* y of one vector of rows, in place. */
+/* Softmax of V_LANES rows, one lane each, in place: element i of a row is at x + i * pitch. */
 V_INLINE void lanes_forward(float *x, int64_t pitch, int64_t n) {
     vf max = v_set(-INFINITY), sum[2] = {v_set(0.0f), v_set(0.0f)};
     for (int64_t i = 0; i < n; i++)
@@ -49,7 +49,7 @@ V_INLINE void lanes_forward(float *x, int64_t pitch, int64_t n) {
         v_store(RAFTER_F32, x + i * pitch, v_load(RAFTER_F32, x + i * pitch) * scale);
 }
 
-/* dx from y and dy, in place of y. */
+/* The gradient: replaces y by dx. */
 V_INLINE void lanes_backward(float *y, const float *dy, int64_t pitch, int64_t n) {
     vf sum[2] = {v_set(0.0f), v_set(0.0f)};
     int64_t i = 0;
@@ -64,6 +64,7 @@ V_INLINE void lanes_backward(float *y, const float *dy, int64_t pitch, int64_t n
                 v_load(RAFTER_F32, y + i * pitch) * (v_load(RAFTER_F32, dy + i * pitch) - all));
 }
 
+/* Softmax of short rows, through a buffer in which they are columns. */
 V_INLINE void turned_rows(int dtype, bool is_forward, const struct act_block *b) {
     float *const buffer = rafter_kernel_memory();
     _Static_assert(MOST_TURNED * sizeof *buffer <= RAFTER_KERNEL_BYTES, "raise RAFTER_KERNEL_BYTES");
@@ -86,7 +87,8 @@ V_INLINE void turned_rows(int dtype, bool is_forward, const struct act_block *b)
     }
 }
 
-/* The gradient of rows of up to `vectors` vectors, kept in registers, of which `full` are whole (compile-time constants). */
+/* The gradient of rows that are kept in registers: at most `vectors` vectors, the first `full` of them whole (both are
+ * compile-time constants). */
 V_INLINE void rows_in_registers(int dtype, int full, int vectors, const struct act_block *b) {
     const int64_t step = V_LANES * v_bytes(dtype);
     for (int64_t r = 0; r < b->rows; r++) {
@@ -127,7 +129,7 @@ V_INLINE void any_rows_in_registers(int dtype, const struct act_block *b) {
 #endif
 }
 
-/* Backward with column stride 1 in two passes. */
+/* The gradient of rows with column stride 1, in two passes over memory. */
 V_INLINE void rows_in_passes(int dtype, const struct act_block *b) {
     float sum[ACT_ROWS_BLOCK / ACT_SHORT_MARGIN];
     rows_backward_statistics(dtype, b, sum);
@@ -139,9 +141,10 @@ V_FUNCTION(turned_backward, (const struct act_block *b), (b), b->dtype, turned_r
 V_FUNCTION(backward_in_registers, (const struct act_block *b), (b), b->dtype, any_rows_in_registers(dtype, b))
 V_FUNCTION(backward_in_passes, (const struct act_block *b), (b), b->dtype, rows_in_passes(dtype, b))
 
-/* Softmax of whole rows with column stride 1, some at a time so that they are read again from L1. */
+/* Softmax of whole rows with column stride 1. Longer rows are taken a few at a time, so that the second pass reads them
+ * from L1. */
 static void whole_rows(const struct act_block *b, bool is_forward) {
-    /* Also a single row: the bits of a row do not depend on others. */
+    /* The number of rows plays no part: a row's bits do not depend on other rows. */
     if (b->inner > 1 || b->columns <= (is_forward ? SHORTEST_FORWARD : SHORTEST_BACKWARD)) {
         if (is_forward)
             turned_forward(b);
@@ -176,7 +179,7 @@ static void whole_rows_backward(const struct act_block *b) {
 
 /* ---- a few columns --------------------------------------------------------------------------- */
 
-/* How many rows become one: see v_side_by_side. */
+/* How many rows are treated as one: see v_side_by_side. */
 V_INLINE int64_t rows_side_by_side(const struct act_block *b) {
     bool packed = true;
     for (int t = 0; t < ACT_TENSORS; t++)
@@ -201,8 +204,8 @@ V_INLINE void add_halves(float *sums, int64_t n) {
         sums[c] += sums[n + c];
 }
 
-/* Statistics as `statistics_of` computes them: a pivot and a sum per column in forward, a sum in
- * backward. */
+/* Statistics of a block, as `statistics_of` computes them: a pivot and a sum per column in forward, a
+ * sum in backward. */
 V_INLINE void few_columns_statistics(int dtype, bool is_forward, const struct act_block *b, float *statistics,
                                      void (*statistics_of)(const struct act_block *b, float *statistics)) {
     const int64_t side = rows_side_by_side(b), n = b->columns, whole = b->rows / side, rest = b->rows - whole * side;
@@ -247,7 +250,7 @@ V_INLINE void few_columns_apply(int dtype, bool is_forward, const struct act_blo
         apply(b, statistics);
         return;
     }
-    for (int last = 0; last < (rest ? 2 : 1); last++) { /* the rest is one row, less wide */
+    for (int last = 0; last < (rest ? 2 : 1); last++) { /* the rows that are left over are one narrower row */
         const struct act_block block = last ? wide_block(b, whole * side, 1, rest) : wide_block(b, 0, whole, side);
         float wide[ACT_STATISTICS * V_WIDE];
         for (int k = 0; k < (is_forward ? 2 : 1); k++) {

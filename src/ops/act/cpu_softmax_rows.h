@@ -10,10 +10,10 @@ V_INLINE vf row_exponential(int dtype, const char *x, int64_t lanes, vf pivot) {
     return v_exp_from(v_load_part(dtype, x, lanes, -INFINITY), pivot);
 }
 
-/* Stores e^(x - pivot) in whole vectors and returns the sum. Elements after the last pair are in
- * single vectors; with pairs_only (a compile-time constant, as `shifted`) there are none of them.
- * Shifted: row_scaled() takes other elements as pairs, so e is in the order of memory. The sum does
- * not depend on either: a row's bits do not depend on the address of its result. */
+/* Stores e^(x - pivot) in whole vectors and returns the sum. Elements after the last pair are taken
+ * in single vectors; with pairs_only there are none. With `shifted`, row_scaled() begins its pairs at
+ * other elements, so e is stored in the order of memory. (Both are compile-time constants.) The sum
+ * depends on neither: a row's bits do not depend on the address of its result. */
 V_INLINE float row_exponentials(int dtype, bool pairs_only, bool shifted, const char *x, int64_t n, vf pivot,
                                 float *e) {
     const int64_t bytes = v_bytes(dtype);
@@ -36,7 +36,7 @@ V_INLINE float row_exponentials(int dtype, bool pairs_only, bool shifted, const 
     return v_sum(s0 + s1);
 }
 
-/* y = e * scale, with e as stored by row_exponentials. The first `head` elements are in single
+/* y = e * scale, with e as stored by row_exponentials. The first `head` elements are taken in single
  * vectors, so that pairs begin where y is aligned. */
 V_INLINE void row_scaled(int dtype, bool pairs_only, bool shifted, const float *e, int64_t head, int64_t n, vf scale,
                          char *y, bool stream) {

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * act: checks, and the CPU plan. A call is brought into the form of a grid, outer x rows x columns
- * elements, the same for all of its tensors. The grid is cut into blocks of rows x columns, and
- * kernels take one block at a time. Elementwise kinds may be cut anywhere. The lines of softmax are
+ * elements, the same for all of its tensors. The grid is cut into blocks of rows x columns, and a
+ * kernel takes one block at a time. Elementwise kinds may be cut anywhere. The lines of softmax are
  * the rows of the grid if their elements are adjacent in memory, and its columns if the lines are
- * adjacent. They stay whole unless there are too few of them to keep all threads busy. If the lines
- * of the input of forward, or of dy, lie otherwise than those of the output, they are copied to the
- * output first, and the call goes on in place. All of that follows from shapes and strides alone, so
- * that results do not depend on the number of threads.
+ * adjacent. They stay whole unless there are too few of them to keep all threads busy. If the input
+ * of forward, or dy, has lines in the other form than the output, it is copied to the output first,
+ * and the call goes on in place. All of that follows from shapes and strides alone, so that results
+ * do not depend on the number of threads.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -21,13 +21,13 @@
 #include "simd/simd.h"
 
 enum {
-    TILES_ROWS = 64,      /* rows of a block of which some tensor lies across the output's rows, */
-    TILES_COLUMNS = 1024, /* and columns: several of the kernel's tiles in both directions */
-    FEW_LINES = 4,        /* with fewer lines than this, a repeated gradient is copied in full */
+    TILES_ROWS = 64,      /* rows and columns of a block if some tensor is transposed relative to the output: */
+    TILES_COLUMNS = 1024, /* several of the kernel's tiles in both directions */
+    FEW_LINES = 4,        /* with fewer lines than this, a dy that repeats one element is copied in full */
     LINE_BYTES = 64,      /* of a cache line */
-    FEW_BLOCKS = 8,       /* with fewer blocks than this, lines are split, */
-    ENOUGH_BLOCKS = 64,   /* into parts that make about so many blocks */
-    PART_MULTIPLE = 64    /* elements: parts keep the alignment of the line */
+    FEW_BLOCKS = 8,       /* with fewer blocks than this, lines are split into parts, */
+    ENOUGH_BLOCKS = 64,   /* so that there are about this many blocks */
+    PART_MULTIPLE = 64    /* elements of a part are a multiple of this: parts keep the alignment of the line */
 };
 
 /* ---- checks ---------------------------------------------------------------------------------- */
@@ -178,8 +178,8 @@ static void swap_dims(const struct used *used, int a, int b) {
     }
 }
 
-/* Elementwise kinds: if some tensor is contiguous in another dimension than the columns, makes it
- * that of the rows, so that the kernel can turn tiles. */
+/* Elementwise kinds: if some tensor is contiguous in another dimension than the columns, makes that
+ * dimension the rows, so that the kernel can transpose tiles. */
 static void find_rows(const struct plan *plan, const struct used *used) {
     for (int v = 0; v < used->count; v++)
         for (int d = 0; d < plan->row && !view_adjacent(used->view[v], plan->column); d++)
@@ -189,6 +189,7 @@ static void find_rows(const struct plan *plan, const struct used *used) {
             }
 }
 
+/* Whether some tensor is contiguous along the rows instead of the columns. */
 static bool lies_across(const struct plan *plan, const struct used *used) {
     bool across = false;
     for (int v = 0; v < used->count; v++)
@@ -196,10 +197,10 @@ static bool lies_across(const struct plan *plan, const struct used *used) {
     return across;
 }
 
-/* Brings the views into the form of the grid. Dimensions are in the order of the output's memory,
- * so that a transposed tensor is walked like any other; or, `as_called`, in that of the call, and lines
- * are rows. The form of softmax follows from the layout of `fixed`, the tensors that cannot be copied
- * to the output. */
+/* Brings the views into the form of the grid. Dimensions are put in the order of the output's memory,
+ * so that a transposed tensor is walked like any other. With `as_called` they stay in the order of
+ * the call, and lines are rows. The form of softmax follows from the layout of `fixed`, the tensors
+ * that cannot be copied to the output. */
 static void arrange(struct plan *plan, const struct used *used, const struct used *fixed, int dim, bool as_called) {
     const rafter_view *const out = &plan->view[ACT_OUT];
     if (!plan->softmax) {
@@ -230,8 +231,9 @@ static bool repeats_one_element(const rafter_view *view) {
     return all;
 }
 
-/* Softmax: arranges the views. If only `movable` (the input of forward, or dy) has another layout
- * than the output, it is replaced. */
+/* Softmax: arranges the views. If only `movable` (the input of forward, or dy) does not fit the form
+ * of the others, its view becomes that of the output: it is copied there first or, if it repeats one
+ * element, a line of it is made in the workspace. */
 static void arrange_softmax(struct plan *plan, const struct used *used, int movable, int dim) {
     struct plan trial = *plan;
     struct used trial_used = {.count = 0}, trial_fixed = {.count = 0}, fixed = {.count = 0};
@@ -257,8 +259,8 @@ static void arrange_softmax(struct plan *plan, const struct used *used, int mova
     plan->view[movable] = *out;
 }
 
-/* Small blocks of a few columns: makes each block, which is contiguous in every tensor, one row of
- * several lines. */
+/* Makes each block of a few columns one row of several lines, if blocks are small, and contiguous in
+ * every tensor: see ACT_JOINED. */
 static void join_lines(struct plan *plan, const struct used *used) {
     const rafter_view *const out = &plan->view[ACT_OUT];
     const int row = plan->row, column = plan->column;
@@ -280,8 +282,8 @@ static void join_lines(struct plan *plan, const struct used *used) {
     plan->column--;
 }
 
-/* Columns of a block of softmax over columns: all of them, because memory is read fastest in
- * sequence. If they are too many, equal shares of whole cache lines. */
+/* How many columns a block of softmax along columns has: all of them, because memory is read fastest
+ * in sequence; if they are too many, equal shares of whole cache lines. */
 static int64_t columns_per_block(int64_t columns, int64_t bytes) {
     const int64_t shares = ceil_div(columns, ACT_MOST_LINES);
     return min64(columns, round_up(ceil_div(columns, shares), LINE_BYTES / bytes));
@@ -313,7 +315,8 @@ static size_t cut(struct plan *plan, const struct used *used, bool batch_invaria
     } else {
         plan->columns = columns_per_block(columns, bytes);
         plan->rows = rows;
-        /* Several rows are taken as one: with all columns in a block, not with some. */
+        /* The kernel treats several rows as one if a block has all columns. With one column less it never does,
+         * so that a line's bits do not depend on the number of lines. */
         if (batch_invariant)
             plan->columns = min64(plan->columns, max64(out->stride[plan->row] - 1, 1));
     }
@@ -342,8 +345,9 @@ static int64_t lines_of(const struct act_call *call) {
     return lines;
 }
 
-/* A block is one line. Lines are numbered in the order of the call, which all ranks share. Returns the
- * bytes of their statistics: this rank's, then those of all. */
+/* The plan of a softmax over ranks: a block is one line, and lines are numbered in the order of the
+ * call, which all ranks share. Returns the bytes of their statistics: this rank's, then those of all
+ * ranks. */
 static size_t plan_over_ranks(const struct act_call *call, const struct used *used, struct plan *plan) {
     if (call->out.numel > 0) {
         arrange(plan, used, used, call->dim, true);
@@ -387,7 +391,7 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
      * The span counts, not the number of elements: the bench writes a few elements again and
      * again. */
     const rafter_view *const out = &plan->view[ACT_OUT];
-    const bool may_stream = !(plan->softmax && common->batch_invariant); /* other loops, for large tensors */
+    const bool may_stream = !(plan->softmax && common->batch_invariant); /* large tensors would take other loops */
     plan->stream = may_stream && !in_place(call) && !plan->copied &&
                    (uintptr_t)out->data % (uintptr_t)rafter_dtype_bytes(out->dtype) == 0 &&
                    rafter_should_stream(out->data, rafter_span_bytes(out));
@@ -406,12 +410,12 @@ struct work {
     bool merged;       /* the statistics of parts have been merged: this pass writes the results */
 };
 
-/* A unit is the lines of one block, if lines were whole. */
+/* A unit is the set of lines that would be one block if lines were not split into parts. */
 static float *unit_statistics(const struct work *work, int64_t unit) {
     return work->statistics + unit * work->plan->parts * ACT_STATISTICS * work->plan->lines;
 }
 
-/* The block at `row` and `column`, counted in blocks, of the outer index. */
+/* Block number (row, column) of the outer index. */
 static struct act_block block_at(const struct work *work, int64_t outer, int64_t row, int64_t column) {
     const struct plan *const plan = work->plan;
     const rafter_view *const out = &plan->view[ACT_OUT];
@@ -503,7 +507,7 @@ static void copy_first(const rafter_context *context, const struct act_call *cal
     rafter_parallel(context, ceil_div(plan.blocks, plan.per_task), run_task, &work);
 }
 
-/* Makes a line of the one element that dy repeats. */
+/* Fills a line with the one element that dy repeats. */
 static void repeat_element(const rafter_view *dy, const struct plan *plan, char *line) {
     const int64_t bytes = rafter_dtype_bytes(dy->dtype), n = plan->view[ACT_DY].shape[plan->column];
     for (int64_t done = 0; done < n; done += max64(done, 1))
@@ -517,8 +521,8 @@ enum { RANK_LINES = 64 }; /* per task */
 struct rank_work {
     struct work work;
     int64_t lines;
-    float *own, *all; /* statistics of the lines, ACT_STATISTICS each; those of all ranks */
-    bool apply;
+    float *own, *all; /* statistics of the lines, ACT_STATISTICS each: this rank's, later merged; those of all ranks */
+    bool apply;       /* own has been merged: this pass writes the results */
 };
 
 static void rank_task(void *arg, int64_t task) {
@@ -569,7 +573,7 @@ static rafter_status run_over_ranks(rafter_context *context, const struct act_ca
         return rafter_fail(context, RAFTER_OUT_OF_MEMORY, "no memory for %d ranks", (int)call->group.ranks);
     rafter_status status = agree(context, call, all);
     if (status == RAFTER_OK && w.lines > 0) {
-        for (int64_t line = 0; line < w.lines; line++) { /* of no elements */
+        for (int64_t line = 0; line < w.lines; line++) { /* the statistics of no elements: this rank may have none */
             w.own[line * ACT_STATISTICS] = call->common.direction == RAFTER_FORWARD ? -INFINITY : 0.0f;
             w.own[line * ACT_STATISTICS + 1] = 0.0f;
         }
