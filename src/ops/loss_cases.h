@@ -33,7 +33,7 @@ int64_t loss_case_declare(problem *p, const struct loss_case *c, int ndim, const
 /* The problem's options as an argument of the call, with their tensors. */
 rafter_loss_options loss_case_options(const problem *p);
 
-/* The case of `rafter info`. */
+/* The case that `rafter info` describes. */
 struct loss_case loss_case_request(const struct problem_request *request);
 
 /* The label "<name> <dtype> [2, 3]<suffix>". */

@@ -90,9 +90,9 @@ struct shape {
     int64_t size[4];
 };
 
-/* A first dimension of 1 lets a masked problem, whose tensors must be contiguous, keep its shape in
- * every layout. The last ones, transposed, are tiles of many short rows, tiles of few rows, and
- * several tiles each way. */
+/* For elementwise kinds. A masked problem, whose tensors must be contiguous in every layout, has one
+ * row of all elements instead. Transposed, the last shapes are tiles of many short rows, tiles of few
+ * rows, and several tiles in both directions. */
 static const struct shape shapes[] = {
     {0, {0}},        {1, {0}},          {1, {1}},       {3, {3, 0, 5}}, {2, {2, 2}},    {2, {2, 3}},     {2, {2, 7}},
     {2, {2, 8}},     {2, {2, 9}},       {2, {2, 15}},   {2, {2, 16}},   {2, {2, 17}},   {2, {2, 31}},    {2, {2, 32}},
@@ -129,8 +129,8 @@ static const struct {
     {-1, {2, {3, 31}}},
     {-1, {2, {3, 32}}},
     {-1, {2, {3, 33}}},
-    /* short rows, which are turned into columns: for every number of rows to a vector, more rows
-     * than are turned at a time, and some left over */
+    /* short rows, which are transposed into columns: for every number of rows in a vector, more rows
+     * than are transposed at a time, and some left over */
     {-1, {2, {600, 5}}},
     {-1, {2, {1100, 2}}},
     {-1, {2, {601, 4}}},
@@ -150,7 +150,7 @@ static const struct {
     {0, {2, {9, 17}}},
     {0, {2, {33, 5}}},
     {0, {2, {1025, 3}}},
-    /* a few columns of many rows, several of which are taken as one */
+    /* a few columns of many rows, several of which are treated as one */
     {0, {2, {2000, 2}}},
     {0, {2, {515, 9}}},
     {0, {2, {300, 31}}},
@@ -360,7 +360,7 @@ static void make_bench(problem *p, const struct bench_row *row) {
         ndim = 2;
     }
     declare(p, kind, dim, row->dtype, kind == RAFTER_ACT_RELU ? MASKED : PLAIN, ndim, shape);
-    if (kind == RAFTER_ACT_NONE) { /* returns its input */
+    if (kind == RAFTER_ACT_NONE) { /* the result is the input itself */
         problem_find(p, "y")->in_place_of = "x";
         problem_find(p, "dx")->in_place_of = "dy";
     }

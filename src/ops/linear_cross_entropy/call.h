@@ -9,7 +9,7 @@
 
 struct linear_cross_entropy_call {
     struct rafter_call common;
-    struct rafter_loss loss;        /* before rafter_loss_read */
+    struct rafter_loss loss;        /* checked; rafter_loss_read has not been called */
     rafter_view x, weight, bias;    /* rows of x and dx are collapsed. bias: data NULL if there is none */
     rafter_view dx, dweight, dbias; /* data NULL: not wanted, or empty */
     int dx_rows;                    /* 0: dx is not wanted; 1: of all rows; 2: of this rank's share */
@@ -22,7 +22,7 @@ struct linear_cross_entropy_call {
 
 enum { LCE_SAVED_ROW_BYTES = 64 };
 
-/* Elements of the sum of W's rows, which is read in whole tiles. */
+/* Elements of the sum of W's rows (see below), which is read in whole tiles. */
 static inline int64_t lce_padded_depth(int64_t depth) {
     return (depth + 255) / 256 * 256;
 }

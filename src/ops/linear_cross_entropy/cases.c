@@ -135,7 +135,7 @@ static const struct {
     {"smoothing, z_loss, bias", {2, {1, 70}, 300}},
     {"fp32 gradients, no budget", {2, {600, 270}, 3}},
     {"dentropy, all, no budget", {2, {1700, 40}, 16}},
-    {"smoothing, z_loss, bias", {2, {1420, 37}, 2}}, /* with as many rows ignored that blocks make other parts */
+    {"smoothing, z_loss, bias", {2, {1420, 37}, 2}}, /* so many rows are ignored that the rest is cut otherwise */
     /* more classes than one block of CUDA's logit kernels takes */
     {"dentropy, sum, no lse", {2, {20, 16}, 8300}},
 };
@@ -190,9 +190,9 @@ static bool is_native(const problem *p, const struct options *o) {
  * and a relative 2^-8 where terms are alike. H bounds the sum over rows of |p - onehot|: labels of
  * one class, and p, give 4 + 4 N / V, or N where all rows are alike. Products in fp32 add e (8 + 4
  * sqrt(K)) of the sum, or e (8 + K) where all rows, and so their roundings, are alike and summed in
- * order. dbias sums dz, which Hopper's kernels have rounded, but for the label's element. Native accumulation rounds the partial sums after
- * every chunk: another half unit of the gradient's dtype per chunk, relative to the largest partial
- * sum, which is the result where all rows are alike.
+ * order. dbias sums dz, all of which but the label's element Hopper's kernels have rounded. Native
+ * accumulation rounds the partial sums after every chunk: another half unit of the gradient's dtype
+ * per chunk, relative to the largest partial sum, which is the result where all rows are alike.
  *
  * The gradient of the entropy adds h p (log p + H) to dz, h = dentropy * scale. Its terms are at most
  * p (1 + ln V) if p is large, and p |log p| <= 1 / e in any case; their sum over a row is at most 2 (1

@@ -18,7 +18,7 @@ static rafter_status take_gradient(rafter_context *context, const char *name, co
     return rafter_want_same_shape(context, name, view, input_name, input);
 }
 
-/* dx: of x's shape; or, if the sums over class_group can be scattered, of this rank's share of the
+/* dx has the shape of x; or, if class_group has reduce_scatter_sum, it may be this rank's share of the
  * rows. */
 static rafter_status take_dx(rafter_context *context, const DLTensor *tensor, struct linear_cross_entropy_call *call) {
     const rafter_communicator *const group = &call->loss.class_group;
@@ -88,7 +88,7 @@ static rafter_status take_inputs(rafter_context *context, const rafter_linear_cr
     return rafter_want_shape(context, "bias", bias, 1, &classes);
 }
 
-/* The grid of logits is no tensor of the call, but sizes of workspace follow from it. */
+/* Bounds the number of logits: they are no tensor of the call, but sizes of workspace follow from it. */
 static rafter_status check_logits(rafter_context *context, const struct rafter_loss *loss) {
     int64_t logits;
     if (!__builtin_mul_overflow(loss->rows, loss->classes, &logits) && logits <= RAFTER_MOST_ELEMENTS)

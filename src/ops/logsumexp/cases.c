@@ -50,14 +50,14 @@ static const struct shape shapes[] = {
     {2, 1, {1, 40000}},
     {2, 1, {3, 16385}},
     {2, 0, {2500, 7}},
-    /* short rows, which are turned into columns: for every number of rows to a vector, more rows
-     * than are turned at a time, and some left over */
+    /* short rows, which are transposed into columns: for every number of rows in a vector, more rows
+     * than are transposed at a time, and some left over */
     {2, 1, {601, 2}},
     {2, 1, {333, 4}},
     {2, 1, {300, 8}},
     {2, 1, {150, 21}},
     {2, 1, {90, 80}},
-    /* a few columns of many rows, several of which are taken as one */
+    /* a few columns of many rows, several of which are treated as one */
     {2, 0, {2000, 2}},
     {2, 0, {300, 31}},
     {3, 1, {3, 70, 5}},

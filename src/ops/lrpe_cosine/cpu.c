@@ -14,7 +14,7 @@ extern const struct lrpe_cosine_kernels RAFTER_KERNELS(lrpe_cosine);
 
 /* ---- f and its gradient ---------------------------------------------------------------------- */
 
-/* f(x) for the features from i on. `s` points to the statistics of the row, or of its first
+/* f(x) for the pair of features from i on. `s` points to the statistics of the row, or of its first
  * column. */
 V_INLINE struct pair apply(int dtype, enum lrpe_f f, struct pair x, const struct lrpe_statistics *s, int64_t i) {
     const int fine = dtype == RAFTER_F32 ? RAFTER_F32 : RAFTER_F16; /* dtheta sums f(x) in fp32: bf16 would show */
@@ -45,7 +45,7 @@ V_INLINE struct pair apply_grad(int dtype, enum lrpe_f f, struct pair x, struct 
 
 /* ---- forward, backward and dtheta of a slab -------------------------------------------------- */
 
-/* Completes the softmax over features for row_for(): sum becomes 1 / sum, dot becomes the sum of
+/* Softmax over features: computes what row_for() hands out. sum holds 1 / sum then, and dot the sum of
  * softmax * g. */
 V_INLINE void prepare(int dtype, enum lrpe_f f, bool backward, const struct slab *slab, struct softmax_slab *softmax) {
     if (f != LRPE_FEATURE)
@@ -69,7 +69,7 @@ V_INLINE struct row row_for(enum lrpe_f f, const struct slab *slab, int64_t r, i
     return row;
 }
 
-/* The argument of apply(): x, but for the softmax over features its exponentials. */
+/* The argument of apply(): x, or for the softmax over features its exponentials. */
 V_INLINE struct pair argument(int dtype, enum lrpe_f f, const struct row *row, int64_t i, int64_t count) {
     if (f == LRPE_FEATURE)
         return load_pair(row->e + i);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Slabs, the parts of a tile that belong to one batch: their tensors, and their rows. */
+/* Slabs: the part of a tile that belongs to one batch, with its tensors and its rows. */
 #ifndef RAFTER_LRPE_COSINE_CPU_SLABS_H
 #define RAFTER_LRPE_COSINE_CPU_SLABS_H
 
@@ -14,7 +14,7 @@ struct input {
 };
 
 struct output {
-    char *at, *to;           /* where the kernel writes; the final place if that is a different one, else NULL */
+    char *at, *to;           /* at: where the kernel writes. to: the final place if that is another one, else NULL */
     int64_t row, head, half; /* strides */
     bool stream;             /* write with streaming stores */
 };
@@ -33,13 +33,13 @@ struct slab {
     int64_t dtheta_head;
 };
 
-/* Whether a tile of a tensor is turned: its heads are contiguous instead of its features. */
+/* Whether the tile of a tensor is transposed: its heads are contiguous instead of its features. */
 static bool turns(const rafter_view *view, const struct tile *t) {
     return lrpe_view_lies_across(view) && t->heads >= TURNED_HEADS;
 }
 
-/* Batch b of an input that has `halves` times the features of x. If its features are not
- * contiguous, they are copied to the buffer, which holds the whole tile. */
+/* Prepares batch b of an input that has `halves` times the features of x. If its features are not
+ * contiguous, the tile is copied to the buffer. */
 static struct input open_input(const rafter_view *view, int halves, const struct lrpe_box *box, const struct tile *t,
                                int64_t b, char *buffer) {
     const int64_t *step = view->stride, bytes = rafter_dtype_bytes(view->dtype), features = view->shape[3] / halves;
@@ -71,9 +71,9 @@ static bool is_contiguous(const rafter_view *view) {
     return view->stride[3] == 1 || view->shape[3] == 1;
 }
 
-/* The same for an output. It is written to the buffer first if its features are not contiguous. It
- * is also written to the buffer if it is to be streamed and a single head is not aligned for that,
- * but all heads of a token together form one contiguous piece. */
+/* The same for an output. The kernel writes to the buffer if the output's features are not contiguous;
+ * and if the output is to be streamed, single heads are not aligned for that, and all heads of a
+ * token are one contiguous piece, which close_output can stream. */
 static struct output open_output(const rafter_view *view, int halves, const struct tile *t, int64_t b, char *buffer,
                                  bool stream) {
     const int64_t *step = view->stride, bytes = rafter_dtype_bytes(view->dtype), features = view->shape[3] / halves;
@@ -121,7 +121,7 @@ static void close_output(const rafter_view *view, int halves, const struct tile 
     }
 }
 
-/* Everything of a slab but its tensors. */
+/* Fills in a slab except for its tensors. */
 static void open_slab(const struct lrpe_cosine_call *call, const struct tile *t, enum lrpe_f f,
                       const struct lrpe_statistics *s, int64_t b, struct slab *slab) {
     const int64_t *shape = call->x.shape, padded = lrpe_padded(shape[3]);
@@ -164,8 +164,8 @@ V_INLINE struct row row_of(const struct slab *slab, int64_t r, int64_t h) {
     return row;
 }
 
-/* Runs `step` for each pair of the row, with i and count bound. Whole pairs come first, with a
- * constant count. */
+/* Runs `step` for each pair of vectors of a row. i is bound to its first feature, count to its number of
+ * features: a constant for whole pairs. */
 #define FOR_PAIRS(i, count, width, step)                                                                               \
     do {                                                                                                               \
         int64_t i = 0;                                                                                                 \

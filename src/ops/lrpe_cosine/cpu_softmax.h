@@ -35,11 +35,11 @@ struct softmax_slab {
     float max[TILE_CELLS / PAIR], sum[TILE_CELLS / PAIR], dot[TILE_CELLS / PAIR]; /* [rows][heads] */
 };
 
-/* Of one kernel at a time. */
+/* The kernel memory of lrpe_cosine. */
 struct buffers {
     struct tile tile;
     _Alignas(64) char one[TILE_CELLS * 4], two[2 * TILE_CELLS * 4],
-        three[TILE_CELLS * 4]; /* tensors that are not contiguous */
+        three[TILE_CELLS * 4]; /* see open_input and open_output: one for x, two for y or dy, three for dx */
     struct softmax_slab softmax;
 };
 _Static_assert(sizeof(struct buffers) <= RAFTER_KERNEL_BYTES, "raise RAFTER_KERNEL_BYTES");
@@ -48,8 +48,8 @@ V_INLINE struct buffers *buffers(void) {
     return rafter_kernel_memory();
 }
 
-/* All maxima first, then all sums, so that the horizontal reduction of one row overlaps with the
- * next row. */
+/* Computes the exponentials of a slab and their sums. All maxima come first, then all sums, so that the
+ * horizontal reduction of one row overlaps with the next row. */
 V_INLINE void exponentials(int dtype, bool backward, const struct slab *slab, struct softmax_slab *softmax) {
     for (int64_t r = 0, u = 0; r < slab->rows; r++)
         for (int64_t h = 0; h < slab->heads; h++, u++) {
@@ -82,8 +82,8 @@ V_INLINE void exponentials(int dtype, bool backward, const struct slab *slab, st
 
 enum { PAIRS = 2 };
 
-/* Adds all rows of `pairs` pairs of columns of one head, from feature i on, to their running
- * statistics. The last pair may have fewer than PAIR columns: `count`. */
+/* Adds all rows of a slab to the running statistics of `pairs` pairs of columns of one head, from
+ * feature i on. `count`: columns of each pair; fewer than PAIR only in the last one of a head. */
 V_INLINE void fold_columns(int dtype, bool backward, int pairs, const struct slab *slab, int64_t h, int64_t i,
                            int64_t count) {
     const int64_t from = i * v_bytes(dtype), step = PAIR * v_bytes(dtype), angles = slab->heads * slab->pitch;

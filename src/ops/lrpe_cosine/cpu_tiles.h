@@ -14,14 +14,14 @@ enum {
 };
 
 struct tile {
-    int64_t max_columns;
+    int64_t max_columns;                      /* heads times pitch, at most */
     bool angles;                              /* whether sines and cosines are needed */
-    int64_t n, rows;                          /* tokens */
-    int64_t first_n, last_n;                  /* tokens of some tiles that follow one another, with the same columns */
+    int64_t n, rows;                          /* tokens [n, n + rows) */
+    int64_t first_n, last_n;                  /* the group of tokens that the tile is in: see next_tile */
     int64_t h, heads;                         /* more than one only if the tile has all features of the box */
     int64_t d, width;                         /* features of each head */
     int64_t pitch;                            /* width rounded up to whole pairs */
-    int64_t loaded_h, loaded_heads, loaded_d; /* whose theta is loaded; 0 heads: none */
+    int64_t loaded_h, loaded_heads, loaded_d; /* the heads, and the first feature, whose theta is loaded; 0: none */
     double largest;                           /* see v_sincos_row */
     _Alignas(64) double theta[LRPE_COLUMNS];  /* [loaded_heads][pitch] */
 #if V_FMA
@@ -33,7 +33,8 @@ struct tile {
 /* A pair of theta, in the pair order of x's dtype, which may differ from theta's. */
 V_INLINE struct pair load_theta_pair(int dtype, int x_dtype, const char *p, int64_t step, int64_t count) {
     char buffer[PAIR * 4];
-    v_store2(dtype, buffer, v_set(1.0f), v_set(1.0f)); /* an angle as good as any: 0 would take v_sincos_lanes */
+    v_store2(dtype, buffer, v_set(1.0f),
+             v_set(1.0f)); /* past the end: any angle but 0, which is slow (v_sincos_lanes) */
     const char *contiguous = v_gather(dtype, p, step, count, buffer);
     if (contiguous != buffer && count < PAIR)
         contiguous = memcpy(buffer, p, (size_t)(count * v_bytes(dtype)));
@@ -43,7 +44,7 @@ V_INLINE struct pair load_theta_pair(int dtype, int x_dtype, const char *p, int6
     return (struct pair){(vf)v_even_words((vi)v.a, (vi)v.b), (vf)v_odd_words((vi)v.a, (vi)v.b)};
 }
 
-/* Loads theta of the tile's features, for its heads and those behind them. */
+/* Loads theta of the tile's features for `heads` heads, from the tile's first one on. */
 static void load_theta(const struct lrpe_cosine_call *call, struct tile *t, int64_t heads) {
     const rafter_view *theta = &call->theta;
     const int64_t head_step = theta->stride[0], step = theta->stride[1]; /* 0 where theta is broadcast */
@@ -83,13 +84,14 @@ static void start_tiles(struct tile *t, int64_t max_columns, bool angles) {
     t->rows = t->loaded_heads = 0;
 }
 
-/* If heads are contiguous instead of features, a tile has as many of them as it can, if they are TURNED_HEADS or more:
- * fewer are gathered faster than turned. */
+/* If heads are contiguous instead of features, a tile has as many heads as fit, so that it can be transposed. With
+ * fewer heads than this, gathering is faster. */
 enum { TURNED_HEADS = V_LANES / 2 };
 
-/* Advances to the next tile: features first, then heads, then tokens. Returns false past the last
- * one. If theta of all heads cannot be loaded at once, some tokens come before all of these, so that
- * it serves them all. */
+/* Advances to the next tile; false past the last one. The innermost loop is over the tokens of a group
+ * [first_n, last_n), then come features, then heads, then groups. If theta of all heads fits, a group
+ * is the tokens of one tile. Otherwise it has up to TILE_ROWS tokens, so that theta, which is loaded
+ * again for other columns, serves several tiles. */
 static bool next_tile(const struct lrpe_cosine_call *call, const struct lrpe_box *box, struct tile *t) {
     if (t->rows == 0) {
         t->n = t->first_n = box->n, t->h = box->h, t->d = box->d;
@@ -108,7 +110,8 @@ static bool next_tile(const struct lrpe_cosine_call *call, const struct lrpe_box
     const int64_t max_width = min64(box->d_end - box->d, t->max_columns), max_pitch = round_up(max_width, PAIR);
     const bool whole = max_width == box->d_end - box->d;
     const bool loads_all = whole && (box->h_end - box->h) * max_pitch <= LRPE_COLUMNS;
-    /* Several rows, since a step from token to token is cheap; fewer if columns are loaded often. */
+    /* Fewer columns leave room for more rows: 4 at least, because the angles of the next token are cheap, or 2 if theta
+     * is loaded often. */
     const bool turned = lrpe_lies_across(call) && t->max_columns / max_pitch >= TURNED_HEADS;
     const int64_t columns = turned ? t->max_columns : min64(t->max_columns, TILE_CELLS / (loads_all ? 4 : 2));
     const int64_t max_heads = whole ? max64(min64(box->h_end - box->h, columns / max_pitch), 1) : 1;
@@ -139,8 +142,7 @@ static int64_t position_of(const struct lrpe_cosine_call *call, int64_t b, int64
     return position;
 }
 
-/* Computes the sines and cosines of the tile for batch b, unless they are the same as those of the
- * batch before. */
+/* Computes the sines and cosines of the tile for batch b, unless they are those of the batch before. */
 static void load_angles(const struct lrpe_cosine_call *call, const struct lrpe_box *box, struct tile *t, int64_t b) {
     const bool differ = call->positions.data && call->positions.stride[0] != 0;
     if (!t->angles || (b > box->b && !differ))

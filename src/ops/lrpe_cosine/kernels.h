@@ -6,7 +6,7 @@
 
 #include "ops/lrpe_cosine/call.h"
 
-/* The forms of f that have code of their own. */
+/* f, the activation of x before it is rotated: the forms that have code of their own. */
 enum lrpe_f {
     LRPE_NONE,
     LRPE_RELU,
@@ -20,15 +20,15 @@ enum lrpe_f {
 
 enum {
     LRPE_COLUMNS = 2048, /* most features that a kernel works on at a time */
-    LRPE_ALIGN = 32      /* features; boxes start at multiples of it, column arrays are padded to it */
+    LRPE_ALIGN = 32      /* features: boxes start at multiples of this, and column arrays are padded to it */
 };
 
-/* Entries per head in an array with one number per column. */
+/* Entries per head in an array that has one number per feature of every head ("column"). */
 static inline int64_t lrpe_padded(int64_t features) {
     return (features + LRPE_ALIGN - 1) / LRPE_ALIGN * LRPE_ALIGN;
 }
 
-/* Whether heads are contiguous instead of features. */
+/* Whether the heads of a tensor are contiguous instead of its features. */
 static inline bool lrpe_view_lies_across(const rafter_view *view) {
     return view->data && view->stride[2] == 1 && view->stride[3] != 1;
 }
@@ -38,8 +38,8 @@ static inline bool lrpe_lies_across(const struct lrpe_cosine_call *call) {
            lrpe_view_lies_across(&call->dx);
 }
 
-/* Half-open ranges. For the softmax over features and for row statistics, a box has all
- * features. */
+/* Half-open ranges of batches, tokens, heads and features. For the softmax over features and for row
+ * statistics, a box has all features. */
 struct lrpe_box {
     int64_t b, b_end, n, n_end, h, h_end, d, d_end;
 };
@@ -63,8 +63,8 @@ struct lrpe_cosine_kernels {
     /* y from x. */
     void (*forward)(const struct lrpe_cosine_call *call, const struct lrpe_box *box, enum lrpe_f f,
                     const struct lrpe_statistics *statistics, bool stream);
-    /* dx from x and dy, if dx has data; and the box's part of dtheta [H, padded D], if that is not
-     * NULL, with features in the order of the kernels. */
+    /* Writes dx from x and dy, if dx has data; and the box's part of dtheta [H, padded D], if dtheta is
+     * not NULL, with features in the order of the kernels. */
     void (*backward)(const struct lrpe_cosine_call *call, const struct lrpe_box *box, enum lrpe_f f,
                      const struct lrpe_statistics *statistics, double *dtheta, bool stream);
     /* Statistics of the box's columns over the box's tokens. */

@@ -72,8 +72,8 @@ static void angles(struct naive *n, struct naive_array c, struct naive_array s) 
     naive_pointwise(n, z.length * per_token, s, angle, (struct naive_array){0}, sine);
 }
 
-/* out = a * b. Rows of a are `stride` elements apart and are read from element a_from on; b is
- * repeated over the batch. */
+/* out = a * b. Rows of a are `stride` elements apart and are read from element a_from on; b is the
+ * same for every batch. */
 static void multiply(const struct naive *n, struct naive_array out, struct naive_array a, int64_t a_from,
                      int64_t stride, struct naive_array b) {
     const struct sizes z = sizes_of(n);

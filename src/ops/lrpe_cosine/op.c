@@ -173,8 +173,8 @@ static rafter_status check(rafter_context *context, const rafter_lrpe_cosine_arg
 
 /* ---- plan ------------------------------------------------------------------------------------ */
 
-/* How a call is cut into boxes: `step` elements of each dimension per box, `count` boxes along
- * it. sp cuts the sequence. bp leaves the sequence whole and cuts the features, so that the
+/* How a call is cut into boxes: `step` elements of each dimension per box, `count` boxes along it. The
+ * algorithm sp cuts the sequence. bp leaves the sequence whole and cuts the features, so that the
  * second read of a softmax over the sequence is served by a cache. */
 struct cut {
     int64_t b_step, n_step, h_step, d_step;
@@ -198,9 +198,9 @@ enum {
     BP_COLUMNS = 128,         /* features per box of bp */
     BP_BATCHES = 16,          /* most batches per box of bp: they share its angles */
     BP_BLOCKS = 8,            /* auto takes sp if bp would have fewer boxes */
-    TURNED_HEADS = 8,         /* contiguous heads that are turned faster than gathered, */
-    MOST_TURNED_HEADS = 16,   /* and those that fill a vector of any variant */
-    INVARIANT_BATCH = 8,      /* what the sequence of a batch-invariant softmax is cut for */
+    TURNED_HEADS = 8,         /* from this many contiguous heads on, transposing is faster than gathering */
+    MOST_TURNED_HEADS = 16,   /* contiguous heads that fill a vector of any variant */
+    INVARIANT_BATCH = 8,      /* the batch size that a batch-invariant softmax assumes when it cuts the sequence */
     BP_BYTES = 5 << 20        /* auto takes sp if a box of bp is larger than a thread's share of cache */
 };
 
@@ -209,9 +209,9 @@ static int64_t step_for(int64_t size, int64_t pieces) {
     return ceil_div(size, max64(1, min64(pieces, size)));
 }
 
-/* What auto takes for a softmax over the sequence: bp if the inputs of a box stay in a cache for
- * the second read and there are enough boxes to share out; else sp, which reads memory in its
- * own order. */
+/* Whether auto takes bp for a softmax over the sequence: if the inputs of a box stay in a cache for the
+ * second read, and there are boxes enough for all threads. Otherwise it takes sp, which reads memory
+ * in sequence. */
 static bool suits_bp(const struct lrpe_cosine_call *call) {
     const int64_t *const shape = call->x.shape, batches = min64(shape[0], BP_BATCHES);
     const int64_t elements = batches * shape[1] * BP_COLUMNS; /* of x; dy has twice as many */
@@ -231,10 +231,10 @@ static struct cut make_cut(const struct lrpe_cosine_call *call, enum lrpe_f f, b
         cut.h_step = cut.d_step < features ? 1 : min64(heads, max64(1, BP_COLUMNS / features));
         cut.b_step = min64(batch, BP_BATCHES);
     } else {
-        /* Theta of a box is loaded once if all its columns fit. */
+        /* Theta is loaded once per box if all columns of the box fit: heads are cut into groups that do. */
         const int64_t fit = max64(LRPE_COLUMNS / lrpe_padded(features), 1);
         int64_t groups = ceil_div(heads, fit);
-        /* Contiguous heads stay together, so that they can be turned: features are cut instead. */
+        /* Contiguous heads stay together, so that they can be transposed: features are cut instead. */
         const bool turns = lrpe_lies_across(call) && heads >= TURNED_HEADS && fit < min64(heads, MOST_TURNED_HEADS);
         if (turns && f != LRPE_FEATURE) {
             cut.h_step = min64(heads, LRPE_COLUMNS / LRPE_ALIGN);
@@ -250,8 +250,8 @@ static struct cut make_cut(const struct lrpe_cosine_call *call, enum lrpe_f f, b
         cut.n_step = min64(length, round_up(max64(16, elements / per_token), 16));
         if (f == LRPE_SEQUENCE || call->dtheta.data)
             cut.n_step = min64(length, max64(cut.n_step, round_up(ceil_div(length, MOST_PARTS), 16)));
-        /* A short sequence: cut heads too, and then the batch, for which angles are computed
-         * again. */
+        /* If the sequence is short, heads are cut too, and then the batch, although each of its parts computes the
+         * angles again. */
         const int64_t tasks = min64(TASKS, call->x.numel / LEAST_ELEMENTS), pieces = ceil_div(length, cut.n_step);
         if (cut.d_step == features)
             cut.h_step = step_for(heads, max64(tasks / pieces, groups));
