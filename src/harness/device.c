@@ -31,7 +31,7 @@ static char *device_memory(size_t bytes) {
     return memory;
 }
 
-/* As on the host: in the unaligned layout, one element past an aligned address. */
+/* As on the host, the unaligned layout begins one element past an aligned address. */
 static size_t offset_of(const problem *p, const problem_tensor *t) {
     return p->layout == PROBLEM_UNALIGNED ? (size_t)t->tensor.dtype.bits / 8 : 0;
 }
@@ -129,8 +129,8 @@ void problem_leave_device(problem *p) {
     arena_used = 0;
 }
 
-/* What is in the arena comes from a kernel that lets the next one start before it has written anything, with garbage in
- * its place until then. So a call fails whose first kernel does not wait for its inputs (cuda/vocabulary.cuh). */
+/* Fills the arena with garbage, and enqueues a kernel that lets the next kernel start before it copies the tensors
+ * there. So a call whose first kernel does not wait for its inputs (cuda/vocabulary.cuh) gives wrong results. */
 static bool inputs_come_late(const rafter_context *context) {
     enum { GARBAGE = 0xff };
     static char *copy;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finite differences of an oracle, which check its own gradients. */
+/* Checks an oracle's gradients against finite differences of its forward results. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -45,14 +45,14 @@ int64_t gpu_pool_bytes(const rafter_context *context);
 /* Copies between host and device, in either direction. Returns when the copy is done. */
 bool gpu_copy(void *to, const void *from, size_t bytes);
 
-/* In stream order: sets every byte to `value`; copies within the device; gathers `count` elements
- * of `element` bytes (1, 2, 4 or 8), to[i] = from[index[i]]. */
+/* All of these enqueue. gpu_fill sets every byte to `value`; gpu_move copies within the device;
+ * gpu_gather copies `count` elements of `element` bytes (1, 2, 4 or 8), to[i] = from[index[i]]. */
 bool gpu_fill(const rafter_context *context, void *memory, int value, size_t bytes);
 bool gpu_move(const rafter_context *context, void *to, const void *from, size_t bytes);
-/* The same copy, by a kernel of one block on each of `blocks` multiprocessors, on this stream. */
+/* gpu_move by a kernel of one block on each of `blocks` multiprocessors, on this stream. */
 bool gpu_copy_on(void *stream, void *to, const void *from, size_t bytes, int blocks);
-/* The same copy of whole 16 bytes, by a kernel that lets the next one start 100 us before it copies: one that does not
- * wait for it sees what was there before. */
+/* gpu_move of a multiple of 16 bytes, by a kernel that lets the next kernel start 100 us before it copies: one that
+ * does not wait for it sees what was there before. */
 bool gpu_copy_late(const rafter_context *context, void *to, const void *from, size_t bytes);
 bool gpu_gather(const rafter_context *context, void *to, const void *from, const int64_t *index, int64_t count,
                 int element);

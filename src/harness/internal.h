@@ -15,10 +15,11 @@ DLDataType problem_dl_dtype(rafter_dtype dtype);
 char *problem_address(const problem_tensor *t, int64_t index);
 double *problem_values_of(const problem_tensor *t);
 
-/* Padding of inputs is filled with NaN of every dtype, so that a kernel that reads it shows. */
+/* Padding of inputs is filled with these bytes, NaN in every dtype, so that a kernel that reads it gives
+ * wrong results. */
 enum { PROBLEM_PADDING = 0xff, PROBLEM_PAD_ELEMENTS = 3 };
 
-/* Whether the layout says anything for this tensor. */
+/* Whether the layout changes anything for this tensor. */
 bool problem_lays_out(const problem_tensor *t, enum problem_layout layout);
 
 static inline bool problem_is_result(const problem_tensor *t) {

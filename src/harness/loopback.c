@@ -37,7 +37,7 @@ static bool on_gpu(const struct rank *own) {
     return own->context && context_on_gpu(own->context);
 }
 
-/* Waits until all ranks are here. An error that comes after that belongs to the next meeting. */
+/* Waits until all ranks have called it. An error that is set after that belongs to the next meeting. */
 static int meet(struct loopback *wire) {
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
@@ -66,7 +66,7 @@ static void set_error(struct loopback *wire, int error) {
     pthread_mutex_unlock(&wire->lock);
 }
 
-/* Every rank's data is visible to all when this returns 0. */
+/* Begins a collective. When it returns 0, every rank's data can be read by all. */
 static int begin(struct rank *own, const void *send, void *receive, size_t bytes, size_t send_bytes) {
     struct loopback *const wire = own->wire;
     own->send = send;
@@ -90,7 +90,7 @@ static int begin(struct rank *own, const void *send, void *receive, size_t bytes
     return error;
 }
 
-/* All ranks have read what they need. */
+/* Ends a collective: returns when all ranks have read what they need. */
 static int end(struct rank *own, int error) {
     if (error)
         set_error(own->wire, error);
@@ -142,7 +142,7 @@ static int add_up(struct rank *own, const float *send, float *receive, size_t to
         wire->traffic.sums++;
         wire->traffic.summed_bytes += total * sizeof *send;
     }
-    error = end(own, !error && !sum ? LOOPBACK_BROKEN : error); /* in place: nobody reads any more */
+    error = end(own, !error && !sum ? LOOPBACK_BROKEN : error); /* only then write: `receive` may be `send` */
     if (!error && !deliver(own, receive, sum, count * sizeof *sum))
         error = LOOPBACK_BROKEN;
     free(sum);

@@ -29,7 +29,8 @@ void loopback_free(struct loopback *wire);
  * communicator also has reduce_scatter_sum. */
 rafter_communicator loopback_rank(struct loopback *wire, int rank, const rafter_context *context);
 
-/* A rank whose call has failed will not come any more: the others, who may wait for it, fail too. */
+/* Called for a rank whose call has failed: it takes part in no further collective, and the others, which
+ * may be waiting for it, fail too. */
 void loopback_leave(const rafter_communicator *rank);
 
 /* From now on collectives fail on every rank after `calls` more of them. */

@@ -12,10 +12,10 @@ const int64_t map_lengths[] = {2,     9,      21,     32,     33,     64,     10
                                5000,  8191,   8192,   10007,  16384,  32000,  32768,  50257, 50304, 65536,
                                65537, 100003, 128256, 131072, 151936, 262139, 262144, 0};
 
-/* Of the middle dimension; a first dimension takes these too, and what fills the cell's size. */
+/* Inner sizes of MAP_MIDDLE. MAP_FIRST takes one of these or what fills the cell's size. */
 static const int64_t inners[] = {1, 2, 7, 64, 513, 4096};
 
-/* Bytes of x. The last class of a GPU is counted in elements: past 2^31. */
+/* Bytes of x. On a GPU there is one more size, counted in elements: past 2^31. */
 static const int64_t sizes[] = {1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30};
 static const int64_t past_elements = ((int64_t)1 << 31) + (1 << 20);
 static const int64_t least_bytes = 1 << 16;
@@ -60,7 +60,7 @@ static enum map_dim draw_dim(struct dice *d, unsigned dims) {
     return one_in(d, 2) ? MAP_MIDDLE : MAP_FIRST;
 }
 
-/* A shape of the cell's length and dtype; false: it is out of range, so draw again. */
+/* Draws a shape for the cell's length and dtype. False: its size is out of range, so draw again. */
 static bool draw_shape(struct map_cell *c, struct dice *d, const struct map_kind *kind, bool small) {
     const int64_t element = problem_dtype_bytes(c->dtype), size = pick(d, small ? SMALL_SIZES : COUNT(sizes) + 1);
     const bool past = size == COUNT(sizes);
@@ -93,7 +93,7 @@ struct map_cell map_draw(const struct op_cases *op, const struct map_kind *kind,
         list = problem_mix(list ^ (unsigned char)*c);
     struct dice d = {list ^ problem_mix((uint64_t)index)};
     struct map_cell cell = {.dtype = dtypes[pick(&d, COUNT(dtypes))]};
-    /* Lengths take turns, so that few cells have all of them. */
+    /* Lengths take turns, so that a few cells already have all of them. */
     const uint64_t lengths = (uint64_t)count_of(kind->length);
     cell.length = kind->length[(list % lengths + (uint64_t)index) % lengths];
     while (!draw_shape(&cell, &d, kind, small))

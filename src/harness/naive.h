@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The naive baselines (src/ops/<op>/naive.c): the ops as an eager framework runs them, with one
- * plain loop per framework operation, which reads its operands from memory and writes its result to
- * memory, and OpenMP over rows or blocks. Where eager PyTorch has one kernel (silu, softmax,
+ * The naive baselines (src/ops/<op>/naive.c): the ops as an eager framework runs them. Each framework
+ * operation is one plain loop that reads its operands from memory and writes its result to memory,
+ * with OpenMP over rows or blocks. Where eager PyTorch has one kernel (silu, softmax,
  * log_softmax) there is one loop; where PyTorch composes (logsumexp, LRPE), temporaries are written
  * in the dtype that PyTorch gives them. Tensors are compact. Compiled at -O3 for the same
  * instruction sets as the library's kernels; never linked into the library.

@@ -34,8 +34,7 @@ enum problem_fill {
     PROBLEM_COUNT    /* integers 0, 1, 2, ... modulo high, plus low */
 };
 
-/* Memory layouts. Every problem is tested in every layout that its tensors have the dimensions
- * for. */
+/* Memory layouts. Every problem is tested in every layout for which its tensors have enough dimensions. */
 enum problem_layout {
     PROBLEM_COMPACT,
     PROBLEM_GUARDED,    /* ends where an unreadable page begins */
@@ -87,7 +86,7 @@ typedef struct problem_tensor {
     bool some_ignored;
     bool special;               /* takes special values */
     bool compact_only;          /* keeps the compact layout (a mask, a scalar) */
-    enum problem_layout layout; /* problem_place only: this tensor's own layout */
+    enum problem_layout layout; /* only used by problem_place: this tensor's own layout */
 
     /* Outputs and gradients: |got - want| may be at most absolute + relative * |want|; bf16 and
      * fp16 results may also be one unit in the last place away from the correctly rounded value. */
@@ -99,8 +98,8 @@ typedef struct problem_tensor {
 
     /* Owned by the harness. */
     double *exact;               /* the values that the oracle reads, where they differ from the stored ones */
-    double *expected;            /* the oracle's results, row-major; with a sampled oracle, `list` instead */
-    struct problem_answer *list; /* `listed` entries */
+    double *expected;            /* the oracle's results, row-major; a sampled oracle has `list` instead */
+    struct problem_answer *list; /* `listed` expected elements, in any order */
     int64_t listed;
     size_t list_bytes;
     double *initial; /* the values of an accumulating output before the call */
@@ -147,12 +146,12 @@ typedef struct problem {
     bool finite_differences; /* small and smooth enough for them */
     bool large;              /* run only by tests with the label `large` */
     bool for_cuda;           /* of a size that only a GPU treats specially: CPU runs leave it out */
-    bool generated;          /* filled by problem_generate: there is no copy on the host for other processes */
+    bool generated;          /* filled by problem_generate: the inputs may be on the device only */
     int tensors;
     problem_tensor tensor[PROBLEM_TENSORS];
 
-    /* The caller's workspace for the next calls, or NULL. If `ask` is not NULL, op->call only asks
-     * for the bytes of workspace and stores them there; a BOTH of two calls cannot be asked. */
+    /* The caller's workspace for the next calls, or NULL. If `ask` is not NULL, op->call makes no call: it
+     * asks for the bytes of workspace and stores them there. A BOTH of two calls cannot be asked. */
     void *workspace;
     size_t workspace_bytes;
     size_t *ask;
@@ -170,8 +169,8 @@ struct bench_row {
 struct bench_table {
     const char *x_name;     /* "v", "n" */
     unsigned modes;         /* bit m set: the table exists in problem_mode m */
-    const int64_t *seeds_x; /* zero-terminated */
-    const int64_t *quick_x; /* zero-terminated */
+    const int64_t *seeds_x; /* the rows of `--preset seeds`; zero-terminated */
+    const int64_t *quick_x; /* those of `--preset quick`; zero-terminated */
 };
 
 /* A call as the command line describes it: `rafter info OP --shape 32768x4096 ...`. */
@@ -270,8 +269,8 @@ static inline bool problem_is_plain_loss(const problem *p) {
 void problem_store(rafter_dtype dtype, char *to, double x);
 double problem_load(rafter_dtype dtype, const char *from);
 
-/* A hash of x; and a number from such bits, about normally distributed: the sum of four uniform
- * ones. It is never beyond 3.5, and cheap. */
+/* A hash of x; and a number made from such bits, about normally distributed: a scaled sum of four
+ * uniform numbers, which is cheap and never beyond 3.5. */
 uint64_t problem_mix(uint64_t x);
 double problem_normal(uint64_t bits);
 
@@ -289,16 +288,16 @@ void problem_expect(problem_tensor *t, int64_t index, double value);
 /* Allocates and fills all tensors in the problem's layout and values. The same seed gives the same
  * data. False: no memory. */
 bool problem_allocate(problem *p, uint64_t seed);
-/* Only gives the tensors addresses, for a question about the call: nothing is filled, and pages
- * take memory only once they are read or written. */
+/* Only gives the tensors addresses, for a question about the call (problem_ask): nothing is filled, and
+ * pages take memory only once they are read or written. */
 bool problem_reserve(problem *p);
 void problem_free(problem *p);
 /* Gives every tensor its own layout (problem_tensor.layout) and an address in `memory`, which is on
- * `device` and stays the caller's. With NULL only counts. Returns the bytes that the tensors take.
- * No tensor may be in place. */
+ * `device` and stays the caller's. Returns the bytes that the tensors take; with NULL it only counts
+ * them. No tensor may be in place. */
 size_t problem_place(problem *p, char *memory, DLDevice device);
-/* Fills the inputs and upstream gradients of a placed problem, on its device. On a GPU the numbers
- * come from a kernel; on a CPU a million are drawn and repeated. False: the device failed. */
+/* Fills the inputs and upstream gradients of a placed problem, on its device. On a GPU a kernel draws
+ * the numbers; on a CPU a million are drawn and repeated. False: the device failed. */
 bool problem_generate(problem *p, const rafter_context *context, uint64_t seed);
 /* Whether the layout differs from the compact one for this problem's tensors (a vector has no
  * transpose). */
@@ -313,8 +312,9 @@ void problem_poison(problem *p, enum problem_mode mode);
 /* Calls the oracle. BACKWARD reads the stored outputs of forward: store or compute them first. */
 void problem_solve(problem *p, enum problem_mode mode);
 
-/* The state of the oracle's results for one mode. They are computed once for all variants. In a BOTH the
- * gradients depend on the outputs that the call stored, so other outputs need other results. */
+/* The state of the oracle's results for one mode. They are computed once and serve all variants, except
+ * in a BOTH: its gradients depend on the outputs that the call stored, so other outputs need new
+ * results. */
 struct problem_solution {
     bool solved;
     uint64_t outputs; /* digest of the outputs that a BOTH was solved for */
@@ -322,8 +322,8 @@ struct problem_solution {
 
 /* Solves the problem after a call, unless the solution is still right. */
 void problem_solve_once(problem *p, enum problem_mode mode, struct problem_solution *solution);
-/* Writes the oracle's forward results into the outputs, for a backward that reads them. With a sampled oracle
- * (sample > 1) they stay what the last forward call has left there. */
+/* Writes the oracle's forward results into the outputs, for a backward that reads them. With a sampled
+ * oracle (sample > 1) the outputs stay what the last forward call has written. */
 void problem_prepare_backward(problem *p);
 /* The largest difference between the oracle's gradients and finite differences of its forward,
  * relative to the size of the gradient. */
@@ -334,12 +334,12 @@ static inline bool problem_is_sampled(const problem_tensor *t) {
     return t->plain && t->list && t->listed < t->numel / 8;
 }
 
-/* Copies every tensor to the context's device, and poisons there the results of this mode. Later
- * calls use the copies, until problem_leave_device, which must also be called after a failure. */
+/* Copies every tensor to the context's device and fills the results of this mode with poison there.
+ * Later calls use the copies, until problem_leave_device, which must also be called after a failure. */
 bool problem_to_device(problem *p, const rafter_context *context, enum problem_mode mode);
 void problem_leave_device(problem *p);
-/* Wait for the device and copy back: every tensor; one tensor; those elements of this mode's
- * results that will be compared. */
+/* Each waits for the device and copies back: every tensor; one tensor; the elements of this mode's
+ * results that problem_compare will look at. */
 bool problem_from_device(const problem *p, const rafter_context *context);
 bool problem_tensor_from_device(const problem *p, const problem_tensor *t, const rafter_context *context);
 bool problem_results_from_device(const problem *p, const rafter_context *context, enum problem_mode mode);

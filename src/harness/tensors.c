@@ -190,7 +190,7 @@ static void fill(problem *p, problem_tensor *t, uint64_t seed) {
     }
 }
 
-/* Draws the first elements and repeats them. Their number is a prime: no two rows are alike. */
+/* Draws the first elements and repeats them. Their number is a prime, so that rows of other lengths differ. */
 static void fill_repeating(problem_tensor *t, uint64_t seed) {
     enum { DRAWN = 1048583, PIECE = 1 << 20 };
     const size_t element = (size_t)problem_dtype_bytes(t->dtype);
@@ -253,7 +253,7 @@ static void set_argument(problem_tensor *t, void *data, DLDevice device) {
                            .strides = t->stride};
 }
 
-/* A tensor in place takes the memory and the layout of its partner. */
+/* Gives an in-place tensor the memory and the layout of its partner. */
 static void share_memory(problem_tensor *t, const problem_tensor *other) {
     t->memory = other->memory;
     t->memory_bytes = other->memory_bytes;
