@@ -38,7 +38,7 @@ def names(header):
             field, function = _FIELD.fullmatch(declaration), _FUNCTION_POINTER.fullmatch(declaration)
             if not field and not function:
                 raise ValueError(f"{struct}: cannot read {declaration!r}, wanted one field `TYPE NAME`")
-            # A pointer to another struct, or to a function, is nothing that can be passed by name.
+            # A pointer to another struct, or to a function, cannot be passed by name.
             opaque = function or field[1] in structs and field[1] != _OPTIONS
             yield f"{'OPAQUE' if opaque else 'FIELD'}({struct}, {function[1] if function else field[2]})"
     for name, args in calls:

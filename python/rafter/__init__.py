@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rafter: fused training operations for language models. With PyTorch: functions and modules, see
-docs/pytorch.md. Without it: rafter.array, on arrays of NumPy and others, and rafter.jax, see
-docs/array.md."""
+"""Rafter: fused training operations for language models. With PyTorch there are functions and
+modules: see docs/pytorch.md. Without it there are rafter.array, for arrays of NumPy and others, and
+rafter.jax: see docs/array.md."""
 import importlib.util
 import os
 

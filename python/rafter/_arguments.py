@@ -18,7 +18,7 @@ def _constant(name, tensor, device):
     if tensor is None:
         return None
     if not isinstance(tensor, Tensor):
-        if _compiling():  # a number in a product may change without a recompilation
+        if _compiling():  # as a factor, the number may change without a recompilation
             return torch.ones((), dtype=_f32, device=device) * tensor
         return torch.full((), float(tensor), dtype=_f32, device=device)
     if tensor.requires_grad:
@@ -33,17 +33,17 @@ def no_gradient(name, number):
 
 
 def varies(number):
-    """Whether torch.compile traces the number as a variable, which it does from its second value
-    on. As an argument of an op it would become a constant again, and cost a compilation per
-    value."""
+    """Whether torch.compile traces the number as a variable, as it does once a number has had two
+    values. An op's argument would make it a constant again, at the cost of a compilation per value."""
     return _compiling() and not _compat.is_constant(number)
 
 
 def scaled(logit_scale, softcap, *tensors):
-    """The tensors, multiplied by the logit_scale, and None; for a scale that is a tensor or a
-    number that varies. So PyTorch computes its gradient, and the host never reads its value. In
-    fp32, because a product in bf16 would round the scale too. A softcap comes between the tensors
-    and the scale; then the scale becomes a number, and is returned in place of None."""
+    """For a scale that is a tensor, or a number that varies: returns the tensors, multiplied by the
+    logit_scale, and None. So PyTorch computes the scale's gradient, and the host never reads its
+    value. The products are in fp32, because one in bf16 would round the scale too. With a softcap,
+    which is applied before the scale, the tensors are returned as they are; then the scale becomes a
+    number, and is returned in place of None."""
     if not isinstance(logit_scale, Tensor):
         if softcap is not None:
             return *tensors, logit_scale
@@ -88,7 +88,7 @@ def loss_options(input, *, weight=None, row_weight=None, denominator=None, ignor
     give BASIC itself."""
     number = pick(REDUCTIONS, "reduction", reduction)
     if weight is None and row_weight is None and denominator is None and groups is None:
-        # The types, because a tensor of 0 may require a gradient; no_gradient sees it below.
+        # Types are compared too: a tensor of value 0 may require a gradient, which no_gradient refuses below.
         changed = (number or zero_if_all_ignored or softcap is not None or type(label_smoothing) is not float
                    or type(z_loss) is not float or label_smoothing or z_loss)
         if not changed and ignore_index == -100 and logit_scale is None:
@@ -121,8 +121,8 @@ def linear_options(mode, accumulate, budget):
 
 
 def as_torch_multiplies(linear, input):
-    """The LinearOptions with TF32 products if PyTorch's own product of the input would use them. They
-    are saved for backward, which so multiplies as forward did."""
+    """The LinearOptions with TF32 products if PyTorch's own product of the input would use them.
+    Backward gets the saved options, so that it multiplies as forward did."""
     if input.dtype is _f32 and input.is_cuda and _tf32_products():
         return linear._replace(allow_tf32=True)
     return linear

@@ -9,12 +9,12 @@ _exchange.restype, _exchange.argtypes = ctypes.c_int32, [ctypes.c_int32]
 
 
 class batch_invariant:
-    """Makes the results of a row, and its gradient, the same bits in every batch: for any number of
-    rows, wherever the row is among them. As a function, from now on: rafter.batch_invariant(True); as
-    a context manager, within: with rafter.batch_invariant(): ... The setting is that of the process,
-    for all threads and devices, and of the moment when a kernel is called: a backward pass is invariant
-    if it runs while the setting is on. Weight gradients and reduced losses are sums over rows, and
-    depend on the batch."""
+    """Makes the results and the gradient of a row have the same bits in every batch: for any number of
+    rows, wherever the row is among them. Called as a function, rafter.batch_invariant(True), it holds
+    from then on; as a context manager, `with rafter.batch_invariant():`, it holds inside. The setting
+    applies to the whole process, with all threads and devices, and counts when a kernel is called: a
+    backward pass is invariant if it runs while the setting is on. Weight gradients and reduced losses
+    are sums over rows, and do depend on the batch."""
 
     def __init__(self, mode: bool = True):
         if not isinstance(mode, bool):

@@ -66,7 +66,7 @@ CHOICES = {  # argument: prefix of its enum, and the strings it takes
 
 
 def choice(name, given):
-    """The number that the string `given`, an argument called `name`, stands for."""
+    """The number that stands for the string `given`, the value of the argument `name`."""
     prefix, strings = CHOICES[name]
     if given not in strings:
         raise ValueError(f"{name.split()[-1]} is {given!r}, wanted one of {', '.join(map(repr, strings))}")

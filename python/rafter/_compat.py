@@ -22,8 +22,8 @@ functorch_active = torch._C._are_functorch_transforms_active
 any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
-# Whether a tensor is one that vmap works on. autograd.grad(is_grads_batched=True) still uses the
-# vmap from before torch.func, which functorch_active does not notice. No public query of either.
+# Whether a tensor is a batch inside vmap. autograd.grad(is_grads_batched=True) still uses the vmap from
+# before torch.func, which functorch_active does not notice. Neither vmap has a public query.
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 _is_batched = torch._C._functorch.is_batchedtensor
 

@@ -44,14 +44,14 @@ declare("relu_mask_backward", lambda dy, mask: torch.empty_like(dy))
 
 
 def _masks(x):
-    """Whether relu saves one bit per element: forward writes, and backward reads, a sixteenth or a
-    thirty-second instead of the whole result. A smaller result is still in the L2 cache if backward
-    comes soon."""
+    """Whether relu saves a mask of one bit per element. Forward then writes, and backward reads, a
+    sixteenth or a thirty-second of the result's bytes. A small result does not need it: it is still in
+    the L2 cache if backward comes soon."""
     return x.is_cuda and x.nbytes >= MASK_BYTES and x.is_contiguous()
 
 
 def act_python(kind, dim):
-    """The activation as a Function. The tensor is its only argument, because it is cheapest then."""
+    """The activation as a Function whose only argument is the tensor: such a call is the cheapest."""
     raw = act.raw
 
     def saving_input(ctx, x):
@@ -120,7 +120,7 @@ def _logsumexp_backward(op, ctx, dlse):
 
 declare("logsumexp_backward", lambda dlse, x, lse, dim, algorithm=0: torch.empty_like(x))
 logsumexp = Op("logsumexp", 1, _logsumexp_fake, _logsumexp_save, _logsumexp_backward)
-# In the input's dtype, for calls without a gradient: saves the kernel that converts the result.
+# In the input's dtype, for calls without a gradient: no extra kernel converts the result.
 declare("logsumexp_rounded", _logsumexp_rounded_fake)
 logsumexp_rounded = below_autograd("logsumexp_rounded")
 # In the input's dtype and in fp32, for calls with a gradient, which is computed from the latter.
@@ -128,8 +128,8 @@ declare("logsumexp_saving", lambda *args: (_logsumexp_rounded_fake(*args), _logs
 
 
 def _logsumexp_rounded_python():
-    """logsumexp in the input's dtype as a Function. The upstream gradient has that dtype too, and the
-    kernel takes it as it is: no kernel converts one or the other."""
+    """logsumexp in the input's dtype as a Function. The upstream gradient has that dtype too, and
+    Rafter's kernel takes it as it is: no other kernel converts the result or its gradient."""
     saving = below_autograd("logsumexp_saving")
 
     def forward(ctx, x, rest):
@@ -227,7 +227,7 @@ cross_entropy_inplace = direct(CrossEntropyInplace)
 
 # ---- scale
 #
-# In place. A factor of 1 leaves x alone; the kernel finds that out on the device, without a wait.
+# In place. A factor of 1 leaves x alone; the kernel checks that on the device, so the host need not wait.
 
 declare("scale_", lambda x, factor: None)
 scale_ = public("_scale_")  # not below_autograd(): compiled autograd traces backward, and can trace this call
@@ -240,8 +240,8 @@ scale_ = public("_scale_")  # not below_autograd(): compiled autograd traces bac
 
 
 def linear_arguments(target, grads, which, options, linear):
-    """The arguments of linear_cross_entropy that follow the first three; of
-    linear_cross_entropy_stats, unless `which` is None."""
+    """The arguments after the first three: of linear_cross_entropy if `which` is None, else of
+    linear_cross_entropy_stats."""
     return (target, grads, *(() if which is None else (which,)), *flatten(options, linear))
 
 
@@ -300,10 +300,10 @@ def _linear_backward(op, ctx, dloss, *_):
 
 def _scaled(gradient, dloss):
     """gradient * dloss, with dloss in fp32: CUDA would round a scalar tensor to bf16 or fp16 before it
-    multiplies. Not scale_: a mutable op on a saved tensor, which is an input of the backward graph,
-    would be given a clone. Inductor fuses the conversions and multiplies in place (the saved
-    gradients are donated buffers), so there is no second dW; the pass over dW remains, even for a
-    dloss of 1. Without Inductor there is an fp32 copy of the gradient for a moment."""
+    multiplies. scale_ would not help here: a saved tensor is an input of the backward graph, and a
+    mutable op would be given a clone of it. Inductor fuses the conversions and multiplies in place
+    (the saved gradients are donated buffers), so there is no second dW; the pass over dW remains,
+    even for a dloss of 1. Without Inductor there is an fp32 copy of the gradient for a moment."""
     return (gradient.float() * dloss).to(gradient.dtype)
 
 
@@ -326,18 +326,19 @@ linear_cross_entropy_stats = Op("linear_cross_entropy_stats", 3, _linear_stats_f
 
 
 def _take_saved(ctx, upstream):
-    """What forward saved, once: None for a second backward, and where backward must be a function."""
+    """What forward saved, for the first backward only: later ones get None, and so does a backward that
+    must have no side effects (compiled autograd, vmap)."""
     saved, ctx.saved = getattr(ctx, "saved", None), None
     return None if torch.compiler.is_dynamo_compiling() or batched(upstream) else saved
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The eager path of linear_cross_entropy. It returns the gradients that forward computed
-    without a copy: the first backward scales them in place and drops its references; a second one
-    (retain_graph) computes them again. With main_grad, backward adds dW to main_grad, and the
-    weight gets no gradient. If backward computes the gradients, forward may save the exponentials
-    of the logits, so that the first backward need not compute the logits again. `call` holds
-    main_grad or None, whether forward saves, and the arguments of linear_arguments()."""
+    """The eager path of linear_cross_entropy. The gradients that forward computed are returned without
+    a copy: the first backward scales them in place and drops its references; a second one
+    (retain_graph) computes them again. With main_grad, backward adds dW to main_grad, and the weight
+    gets no gradient. If backward is to compute the gradients, forward may save the exponentials of
+    the logits, so that the first backward need not compute the logits again. `call` holds main_grad
+    or None, whether forward saves, and the arguments of linear_arguments()."""
 
     @staticmethod
     def forward(ctx, input, linear_weight, linear_bias, call):

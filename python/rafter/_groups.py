@@ -9,9 +9,9 @@ from . import _compat, _ops
 
 
 def text(shard, cpu, group, first_class, classes, row_group, share=False):
-    """The argument `groups` of the ops (python/src/groups.h). shard: how many classes this rank has; cpu:
-    whether they are there, where the library compares the ranks' shards, and fails on all ranks; share:
-    the input has only this rank's rows, as many as each other rank has."""
+    """The argument `groups` of the ops (python/src/groups.h). shard: how many classes this rank has. cpu:
+    whether the tensors are on the CPU; there the library itself compares the ranks' shards, and fails
+    on all ranks. share: the input has only this rank's rows, and all ranks have equally many."""
     if group is None:
         if first_class is not None or classes is not None:
             raise ValueError(f"first_class is {first_class} and classes is {classes} without a group, wanted a group")
@@ -20,7 +20,7 @@ def text(shard, cpu, group, first_class, classes, row_group, share=False):
     if classes is None:
         if first_class is not None:
             raise ValueError(f"first_class is {first_class} without classes, wanted both or only classes")
-        first_class, classes = rank * shard, ranks * shard  # equal shards; the library compares the ranks' answers
+        first_class, classes = rank * shard, ranks * shard  # assumes equal shards; the library compares the ranks
     elif first_class is None:
         first_class = first_of_chunk(classes, rank, ranks)
         if not cpu and first_of_chunk(classes, rank + 1, ranks) - first_class != shard:
@@ -31,21 +31,21 @@ def text(shard, cpu, group, first_class, classes, row_group, share=False):
 
 
 def rows_of_classes(input):
-    """The logits with the classes of a row side by side, which class groups on CUDA want: a copy, if they
-    are not."""
+    """The logits with the classes of a row adjacent in memory, as class groups on CUDA need them: a copy
+    if they are not."""
     return input.contiguous() if input.is_cuda and input.shape[-1] > 1 and input.stride(-1) != 1 else input
 
 
 def check_scale(logit_scale, group, of):
-    """Refuses a logit_scale whose gradient would be this rank's part only: it multiplies `of`, of which a
-    rank has those of its classes."""
+    """Refuses a logit_scale that requires a gradient. It multiplies `of`, of which a rank has only a part
+    (that of its classes), so a rank would compute only a part of the gradient."""
     if group is not None and isinstance(logit_scale, torch.Tensor) and logit_scale.requires_grad:
         raise ValueError(f"logit_scale requires a gradient, but with group a rank has only its part of {of}; pass "
                          "logit_scale.detach()")
 
 
 def first_of_chunk(count, rank, ranks):
-    """Where the shard of a rank begins if `count` is cut as torch.chunk and DTensor do."""
+    """Where a rank's shard begins if `count` classes are cut as torch.chunk and DTensor cut them."""
     return min(rank * -(-count // ranks), count)
 
 
@@ -72,12 +72,13 @@ def _ranks(argument, group):
 
 # ---- the collectives that the library calls, through groups.cpp
 #
-# Python, because any backend works this way, and PyTorch's stable ABI has no process groups. They
-# return "", or why they failed.
+# They are in Python because PyTorch's stable ABI has no process groups, and so that any backend works.
+# They return "", or why they failed.
 
 
 def _on(stream, device):
-    """PyTorch's current stream becomes `stream`, a cudaStream_t as a number; 0 on the CPU. -1: it stays."""
+    """A context in which PyTorch's current stream is `stream`: a cudaStream_t as a number, 0 on the CPU;
+    -1 leaves the stream as it is."""
     if device.type != "cuda" or stream == -1 or torch.cuda.current_stream(device).cuda_stream == stream:
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))

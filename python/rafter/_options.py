@@ -32,7 +32,7 @@ ROW_LOSS, LOGPROB, ENTROPY, ARGMAX = STATISTICS = 1, 2, 4, 8
 
 
 def pick(table, name, given):
-    """The number that `given`, an argument called `name`, stands for."""
+    """The number of the enum that stands for `given`, the value of the argument `name`."""
     try:
         return table[given]
     except (KeyError, TypeError):

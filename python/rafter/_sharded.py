@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses on DTensors. Every rank computes on its local tensors, in a group of the ranks that have
-the other classes or rows; nothing of the size of the vocabulary is moved."""
+"""The losses on DTensors. Every rank computes on its local tensors, in a group with the ranks that have
+the other classes or rows. No data of the size of the vocabulary is moved."""
 import torch
 from torch import Tensor
 
@@ -9,8 +9,9 @@ from ._options import NONE
 
 
 class _Layout:
-    """How the tensors of a call lie on a mesh: which of its dimensions cuts the classes, and which the
-    rows and where. The others hold copies."""
+    """How the tensors of a call are distributed over a mesh: which dimension of the mesh cuts the
+    classes, and which one cuts the rows (and along which dimension of the input). Along the others,
+    ranks hold copies."""
 
     def __init__(self, op, mesh):
         self.op, self.mesh = op, mesh
@@ -24,7 +25,7 @@ class _Layout:
             "use tensor.redistribute(...), or tensor.full_tensor()")
 
     def shard_of(self, tensor, name, placement):
-        """The dimension of the tensor that the placement cuts, in order of the ranks."""
+        """The dimension of the tensor that the placement cuts. Refuses any placement but a plain Shard."""
         from torch.distributed.tensor import Shard
         if type(placement) is not Shard:  # FSDP has shards in another order, which are a subclass
             self.refuse(f"{name} has placements {tuple(tensor.placements)}")
@@ -41,7 +42,8 @@ class _Layout:
         self.rows, self.row_dim = at, dim
 
     def placements(self, classes=None, rows=None):
-        """All Replicate, but for the dimensions that cut classes and rows, where those are given."""
+        """Replicate, except for the mesh dimensions that cut classes and rows: these get `classes` and
+        `rows`, if given."""
         from torch.distributed.tensor import Replicate
         placements = [Replicate()] * self.mesh.ndim
         if self.classes is not None and classes is not None:
@@ -51,8 +53,8 @@ class _Layout:
         return placements
 
     def local(self, tensor, placements, gradient=None):
-        """The local tensor of a DTensor, or of a plain tensor that is the same on every rank. gradient:
-        the placements of its gradient, if not those of the tensor."""
+        """The local tensor, in these placements, of a DTensor or of a plain tensor that is the same on
+        every rank. gradient: the placements of its gradient, if they are not those of the tensor."""
         from torch.distributed.tensor import DTensor
         if tensor is None:
             return None
@@ -67,10 +69,10 @@ class _Layout:
         return None if self.row_dim is None else Shard(self.row_dim)
 
     def finish(self, classes, shard, target, options, share=None):
-        """Local target and options with the groups, and a function that makes DTensors of results. share:
-        the dimension of whose rows the input has only this rank's, one after the other."""
+        """Returns the local target, the options with the groups, and a function that makes DTensors of the
+        results. share: the dimension along which the input has only this rank's rows; None: it has all."""
         group = None if self.classes is None else self.mesh.get_group(self.classes)
-        # Per-row losses need nothing of other rows.
+        # With reduction "none" a row's loss needs nothing of other rows.
         row_group = None if self.rows is None or options.reduction == NONE else self.mesh.get_group(self.rows)
         text = None
         if group is not None or row_group is not None:
@@ -102,14 +104,14 @@ class _Layout:
 
 
 def _first(tensor, dim):
-    """Rows in the order of ranks that cut `dim`: that dimension first, and all in one. dim None: as they
-    are."""
+    """The tensor's rows as one dimension, with `dim` outermost: the order that results from gathering ranks
+    that each have a part of `dim`. With dim None the tensor stays as it is."""
     return tensor if tensor is None or dim is None else tensor.movedim(dim, 0).reshape(-1)
 
 
 def _layout(op, input, tensors):
-    """The layout, before any dimension of the mesh is looked at; the input as a DTensor without Partial; its
-    placements as they were before that: Dynamo of PyTorch 2.11 loses the type of a Shard in redistribute."""
+    """Returns a layout that cuts nothing yet; the input as a DTensor without Partial; and its placements,
+    which are made before the redistribution because Dynamo of PyTorch 2.11 loses a Shard's type there."""
     from torch.distributed.tensor import DTensor, Replicate
     given = [t for t in (input, *tensors) if isinstance(t, DTensor)]
     layout = _Layout(op, given[0].device_mesh)
@@ -146,10 +148,10 @@ def cross_entropy(input: Tensor, target, options):
 def linear(op, input: Tensor, linear_weight, linear_bias, target, options):
     """Local input, weight, bias, target and options, and a function that makes DTensors of the results.
 
-    Where the classes are cut, the library sums dx, so that it is replicated, as the input is. If the rows
-    of the input are cut over the same dimension of the mesh, evenly, the op gathers the input, and scatters
-    the sums of dx; else the input is gathered here. Where only the rows are cut, each rank has a part of
-    the sum that dW is: Partial, as for torch.nn.functional.linear."""
+    If the classes are cut, the library sums dx over the ranks, so that dx is replicated, as the input is.
+    If the rows of the input are cut evenly over the same dimension of the mesh, the op gathers the input
+    and scatters the sums of dx; if unevenly, the input is gathered here. If only the rows are cut, each
+    rank has a part of the sum for dW: Partial, as for torch.nn.functional.linear."""
     from torch.distributed.tensor import DTensor, Partial, Shard
     layout, input, placements = _layout(op, input, (linear_weight, linear_bias, target, *options[:3]))
     if not isinstance(linear_weight, DTensor):

@@ -3,8 +3,8 @@
 
 TRL (1.16) replaces the forward of the models that it trains. Called with fused_lm_head=True, that one
 runs the layers, asks the model for its output layer, and gives hidden states and weight to
-trl.kernels.ChunkedLogProbFunction. rafter.patch hears the question, and answers in place of that
-function. So TRL's own code stays in charge of labels, masks, temperature and metrics.
+trl.kernels.ChunkedLogProbFunction. A patched model notes that it was asked, and Rafter then computes
+in place of that function. So TRL's own code stays in charge of labels, masks, temperature and metrics.
 """
 import sys
 import threading

@@ -59,7 +59,7 @@ class _NumPy:
         return 0
 
     def capsule(self, array, stream):
-        """A DLPack capsule, and whether it holds bf16 that its dtype calls something else."""
+        """A DLPack capsule, and whether it holds bf16 although its dtype says otherwise."""
         # NumPy exports only its own dtypes; bfloat16 is one of ml_dtypes.
         bfloat16 = isinstance(array, numpy.ndarray) and array.dtype.name == "bfloat16"
         array = array.view(numpy.uint16) if bfloat16 else array

@@ -133,23 +133,23 @@ class _Patch:
         return type(self.model).get_output_embeddings(self.model)
 
     def keep(self, layer):
-        """The loss reads the weight after the layer's forward. FSDP2 would have freed it by then, if the
-        layer is a unit of its own; so it stays until backward has its gradient, and is gathered once in a
-        step, not again for backward."""
+        """Makes FSDP2 keep the layer's weight. The loss reads it after the layer's forward, when FSDP2 would
+        have freed it if the layer is a unit of its own. It stays until backward has its gradient, so it is
+        gathered once per step, not again for backward."""
         if _is_fsdp(layer):
             layer.set_reshard_after_forward(False, recurse=False)
             self.kept.append(layer)
 
     def release(self):
-        """No backward follows, which would free the weight."""
+        """Frees the kept weights, if no backward follows that would do so."""
         for layer in self.kept:
             layer.reshard()
 
     def trial(self):
         """Runs the model's forward on two tokens, without its layers and without the loss. It raises
-        CannotPatch if this forward is one that cannot be followed. A forward that fails for another
-        reason, because it needs other inputs, decides in its first step; so does one under FSDP2, which
-        wants its first forward to be a whole one."""
+        CannotPatch if Rafter cannot follow this forward. If the trial fails for another reason, because
+        the model needs other inputs, the first real step decides; so it does under FSDP2, whose first
+        forward must be a whole one."""
         inside = self.model.base_model
         if inside is self.model or any(map(_is_fsdp, (self.model, *self.layers))):
             return
@@ -203,8 +203,8 @@ class _Patch:
         return output
 
     def may_be_lazy(self, kwargs):
-        """Whether an evaluation's logits can wait for a reader: not if a gradient may be wanted of them,
-        nor if the weight may be elsewhere by then (FSDP, DeepSpeed)."""
+        """Whether the logits of an evaluation may be computed only when they are read: not if they may need
+        a gradient, nor if the weight may be elsewhere by then (FSDP, DeepSpeed)."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         return_dict = kwargs.get("return_dict")
         if return_dict is None:
