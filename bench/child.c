@@ -82,8 +82,8 @@ static _Noreturn void child_main(struct session *s) {
     _exit(0);
 }
 
-/* The child does not need the outputs. If they were forked, the parent would copy each of their
- * pages at its next write, in the middle of a measurement. */
+/* Keeps the outputs out of the fork: the child does not need them. If pages were shared with it, the parent's
+ * next write to each would copy it, in the middle of a measurement. */
 static void advise_outputs(const struct session *s, int advice) {
     for (int i = 0; i < s->problem.tensors; i++) {
         const problem_tensor *t = &s->problem.tensor[i];

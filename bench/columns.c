@@ -51,8 +51,8 @@ static rafter_context *context_of(struct run *run, const char *variant) {
     return context;
 }
 
-/* Whether the session's variant serves its problem. Before the problem has memory, as for --list,
- * any variant counts. */
+/* Whether the session's variant serves its problem. Before the problem has memory, as for --list, the
+ * answer is yes for every variant. */
 static bool variant_serves(struct session *s) {
     char names[sizeof((struct cell *)0)->variant];
     if (s->problem.tensor[0].tensor.data) {
@@ -215,8 +215,7 @@ void column_check(struct run *run, problem *p, struct column *c, struct row_note
 
 /* ---- measuring ------------------------------------------------------------------------------- */
 
-/* On a GPU: notes below the table if the device may have waited for the host while a call was
- * timed. */
+/* On a GPU: adds a note below the table if the device may have waited for the host while a call was timed. */
 static void look_at_host(const struct run *run, struct column *c, const struct row_notes *notes) {
     if (!c->live || c->host.count == 0 || run->pace.warm || !context_on_gpu(run->context) ||
         samples_summary(&c->host).median <= run->pace.device_seconds)

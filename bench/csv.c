@@ -4,7 +4,7 @@
 
 #include "report.h"
 
-/* In quotes if it has characters that end a field. */
+/* Puts the text in quotes if it has characters that end a field. */
 static void write_field(FILE *to, const char *text, bool quoted) {
     if (!quoted && !text[strcspn(text, ",\"\r\n")]) {
         fputs(text, to);

@@ -6,8 +6,8 @@
 #include "report.h"
 #include "verbs.h"
 
-/* A line: in plain words, and the titles of its tables. `both`: forward and backward are one
- * call. */
+/* A line of the output: its text, and the titles of the tables that its figures are from. `both`: forward and
+ * backward are one call. */
 static const struct line {
     const char *text, *forward, *backward, *both;
 } lines[] = {

@@ -9,7 +9,7 @@
 #include "plot.h"
 #include "verbs.h"
 
-/* MiB; a smaller difference of memory is none. */
+/* In MiB: a smaller difference of memory counts as none. */
 static const double same_memory = 1;
 
 /* ---- summary --------------------------------------------------------------------------------- */

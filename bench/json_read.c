@@ -43,7 +43,7 @@ static char *put_utf8(char *to, int code) {
     return to;
 }
 
-/* After "\u": one code point, from one escape or two. NULL: bad digits. */
+/* Reads one code point after "\u", from one escape or two. NULL: bad digits. */
 static const char *parse_code(const char *at, char **to) {
     int code = hex_digits(at);
     if (code < 0)
@@ -60,7 +60,7 @@ static const char *parse_code(const char *at, char **to) {
     return at;
 }
 
-/* At the opening quote; the text is a new string. NULL: not a string. */
+/* Reads a string from its opening quote on into new memory. NULL: not a string. */
 static const char *parse_string(const char *at, char **text) {
     if (*at != '"')
         return NULL;
@@ -92,7 +92,7 @@ static const char *parse_string(const char *at, char **text) {
 
 static const char *parse_value(const char *at, struct json *value, int depth);
 
-/* After the opening bracket. */
+/* Reads the items after an opening bracket. */
 static const char *parse_items(const char *at, struct json *parent, char close, int depth) {
     struct json **last = &parent->first;
     at = skip_space(at);

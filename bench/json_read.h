@@ -25,7 +25,7 @@ void json_free(struct json *value);
 /* All of these accept NULL, or a value of another kind, and then return NULL, "" or `otherwise`. */
 const struct json *json_get(const struct json *object, const char *key);
 double json_number(const struct json *object, const char *key, double otherwise);
-/* Cut to an integer of `low` to `high`; 0 if there is no number, or if that is NaN, cut likewise. */
+/* The number, cut to an integer and clamped to [low, high]. Without a number, or with NaN: 0, clamped likewise. */
 int64_t json_integer(const struct json *object, const char *key, int64_t low, int64_t high);
 const char *json_text(const struct json *object, const char *key);
 int json_count(const struct json *array);

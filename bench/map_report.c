@@ -45,10 +45,10 @@ int map_worst(const struct report *r, const struct table *only, struct map_entry
     return count;
 }
 
-/* Of a row, what its cell of Rafter's own choice is compared with, and its name; NULL: nothing. */
+/* A function that finds what a row's cell of Rafter's own choice is compared with, and its name; NULL: nothing. */
 typedef const struct cell *rival_of(const struct table *t, const struct row *row, const char **name);
 
-/* The fastest variant but the one that was chosen. The column of a variant has its name. */
+/* The fastest of the variants that were not chosen. A variant's column has the variant's name. */
 static const struct cell *best_other_variant(const struct table *t, const struct row *row, const char **name) {
     const struct cell *const ours = row_ours(t, row), *best = NULL;
     for (int c = 0; c < t->columns && ours; c++) {

@@ -17,11 +17,11 @@ double clock_seconds(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* Filling the caches before a call must take longer than the host's launches, or the device would
- * wait for the host while the call is timed; launches of the Python worker's columns take up to 1.3
- * ms. The fill is equally long for every column, because a power-limited chip runs faster after a
- * pause of its arithmetic: products of 58 ms by 2 % after one millisecond and by 5 % after seven.
- * The worker gets the same number of fills. */
+/* Filling the caches before a call must take longer than the host's launches, or the device would wait
+ * for the host while the call is timed; launches of the Python worker's columns take up to 1.3 ms. The
+ * fill takes equally long for every column, because a power-limited chip computes faster after a pause:
+ * products of 58 ms are 2 % faster after one millisecond and 5 % faster after seven. The worker gets
+ * the same number of fills. */
 static const double FILL_SECONDS = 2e-3;
 
 static void count_fills(struct pace *pace, const rafter_context *context) {

@@ -37,7 +37,7 @@ static double process_bytes(const char *name) {
     return 1024.0 * (double)kibibytes;
 }
 
-/* Makes VmHWM the peak from now on. */
+/* Resets VmHWM, the peak of the process's memory, to what it uses now. */
 static bool reset_peak(void) {
     FILE *file = fopen("/proc/self/clear_refs", "w");
     const bool good = file && fputs("5", file) >= 0;

@@ -7,7 +7,7 @@
 #include "names.h"
 #include "page.h"
 
-/* In units of the drawing. Texts are larger on a phone, so there is room for letters of 17 units. */
+/* Sizes in units of the drawing. On a phone texts are larger, so there is room for letters of 17 units. */
 enum { WIDTH = 614, HEIGHT = 340, LEFT = 74, RIGHT = 122, TOP = 14, BOTTOM = 50, LABEL_HEIGHT = 18, TICKS = 24 };
 
 /* What the y axis shows. */
@@ -202,7 +202,7 @@ static void draw_axes(const struct table *t, const struct axes *a, FILE *to) {
 
 /* ---- lines ----------------------------------------------------------------------------------- */
 
-/* From the 10th to the 90th percentile of the repeats: there along one, back along the other. */
+/* A band from the 10th to the 90th percentile of the repeats: its outline runs along one and back along the other. */
 static void draw_band(const struct table *t, const struct axes *a, int column, FILE *to) {
     if (t->metric != METRIC_SPEED)
         return;

@@ -198,8 +198,8 @@ int report_print(int argc, char **argv, const char *usage, void (*write)(const s
 
 /* ---- unrest ---------------------------------------------------------------------------------- */
 
-/* Other programs matter where they leave fewer processors than the run has threads; on a GPU, fewer than the one that
- * launches. */
+/* Other programs matter if they leave fewer processors than the run has threads, or, on a GPU, not even the one that
+ * launches kernels. */
 static bool is_busy(const struct report *r) {
     const struct unrest *const u = &r->unrest;
     const double wanted = r->gpu[0] ? 1 : fmin(r->threads, u->processors);

@@ -122,7 +122,7 @@ double cell_workspace(const struct table *t, const struct row *row, int column);
 const struct cell *row_ours(const struct table *t, const struct row *row);
 const struct cell *row_best_peer(const struct table *t, const struct row *row, const char **name);
 
-/* The reasons to distrust the times, as sentences: false if there are not so many (unrest.c). */
+/* The index-th reason to distrust the times, as a sentence. False: there are not that many. */
 bool report_unrest(const struct report *r, int index, char *text, size_t size);
 
 /* ---- as text --------------------------------------------------------------------------------- */
@@ -160,7 +160,8 @@ bool json_read_report(struct report *r, const char *path);
  * printed if the number of arguments is wrong. */
 int report_print(int argc, char **argv, const char *usage, void (*write)(const struct report *r, FILE *to));
 
-/* One file per table, <directory>/<title>.csv, with unusual bytes of the title as %XX. False: a message has been printed. */
+/* Writes one file per table, <directory>/<title>.csv, with unusual bytes of the title as %XX. False: a message has been
+ * printed. */
 bool csv_write(const struct report *r, const char *directory);
 
 #endif

@@ -41,8 +41,8 @@ struct run {
     double saved;                        /* when the files were last written */
 };
 
-/* Set to the signal's number by Ctrl-C or SIGTERM. The run ends after the current call, or at once if the Python worker is making it.
- * A second signal ends the process. */
+/* Set to the signal's number by Ctrl-C or SIGTERM. The run ends after the current call, or at once if
+ * the Python worker is making that call. A second signal ends the process. */
 extern volatile sig_atomic_t run_interrupted;
 
 /* One column of one row in one mode. */

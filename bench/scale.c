@@ -5,9 +5,9 @@
  * docs/distributed.md has its formulas.
  *
  * All ranks make the call once, as threads, and what rank 0 receives is kept. Then rank 0 alone repeats
- * the call, and its collectives copy what was kept: the measured call has the real statistics of all
- * ranks, and no network. Instead of the sum of dx there is nothing; or, to measure what it costs beside
- * the product for dW, a copy on some multiprocessors.
+ * the call, and its gathers copy what was kept: the measured call has the real statistics of all ranks,
+ * and no network. The sum of dx is left out; or, to measure what it costs beside the product for dW, a
+ * copy on some multiprocessors takes its place.
  */
 #include <math.h>
 #include <stdio.h>
@@ -123,7 +123,7 @@ static int read_option(struct settings *s, const char *option, const char *value
 
 enum { MOST_GATHERS = 8 };
 
-/* What one rank received, and its own communicator. */
+/* A communicator that records what one rank receives from the inner one, or plays it back. */
 struct tape {
     rafter_communicator inner;
     const rafter_context *context;
@@ -163,7 +163,7 @@ static int tape_gather(void *user, const void *send, void *receive, size_t bytes
     return 0;
 }
 
-/* What a rank's part of the sum does to its memory: dx is read and written 2 (ranks - 1) / ranks times,
+/* Stands in for the sum: the memory traffic of a rank's part of it. dx is read and written 2 (ranks - 1) / ranks times,
  * half of that to add up shares, half to spread them. */
 static bool stand_in(const struct tape *t, const void *data, void *stream) {
     const size_t ranks = (size_t)t->inner.ranks, rest = t->summed / ranks * (ranks - 2) / 16 * 16;
@@ -268,7 +268,7 @@ static void do_once(struct rank *k, bool copy_alone) {
         k->status = RAFTER_DEVICE_ERROR;
 }
 
-/* Adds times of that to `samples`, for so many seconds. */
+/* Repeats do_once for so many seconds and adds the times to `samples`. */
 static bool take_samples(struct world *w, double seconds, bool copy_alone, struct samples *samples) {
     struct rank *const k = &w->rank[0];
     const bool gpu = context_on_gpu(k->context);
@@ -297,7 +297,7 @@ static bool take_samples(struct world *w, double seconds, bool copy_alone, struc
     return k->status == RAFTER_OK;
 }
 
-/* The median seconds of that. Negative: it failed. */
+/* The median seconds of do_once. Negative: it failed. */
 static double time_rank(struct world *w, double seconds, bool copy_alone) {
     struct samples samples = {0};
     const double median = take_samples(w, seconds, copy_alone, &samples) ? samples_summary(&samples).median : -1;
@@ -329,7 +329,7 @@ static void add_network(struct point *p, const struct network *n) {
     p->step = p->compute + p->gather + fmax(0, p->sum - p->compute / 3);
 }
 
-/* With a copy in place of the sum of dx. */
+/* Measures the call with a copy in place of the sum of dx, and the copy alone. */
 static bool measure_beside(struct world *w, const struct settings *s, struct point *point) {
     struct tape *const tape = &w->rank[0].tape;
     tape->copied = s->besides > 0 && w->ranks > 1 ? gpu_allocate(tape->summed) : NULL;
@@ -382,8 +382,8 @@ static bool open_world(struct world *w, const problem *whole, const struct setti
     return good;
 }
 
-/* Numbers of ranks are measured in turns: a GPU gets slower as it gets warm, and the last ones would seem
- * less efficient than they are. */
+/* The numbers of ranks are measured in turns: a GPU gets slower as it gets warm, so whatever came last would seem
+ * less efficient than it is. */
 enum { TURNS = 5 };
 
 static bool measure(const problem *whole, const struct settings *s, struct point *points) {

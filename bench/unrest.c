@@ -37,8 +37,8 @@ static double own_seconds(void) {
            seconds_of(children.ru_stime) + worker_seconds();
 }
 
-/* Seconds of a loop whose steps depend on each other: it measures the clock of one processor. The best of some, so that
- * another program that took the processor for a moment does not count. */
+/* Seconds of a loop whose steps depend on each other, which measures the clock of one processor: the best of several,
+ * so that it does not matter if another program took the processor for a moment. */
 static double pulse(void) {
     enum { ROUNDS = 8, STEPS = 100000 };
     double best = INFINITY;

@@ -6,7 +6,7 @@
 #include "report.h"
 
 struct unrest_watch {
-    double started, busy, own; /* seconds: the clock; all processors' and this run's time when it began */
+    double started, busy, own; /* seconds at the start: the clock; busy time of all processors; time of this run */
     double fastest, slowest;   /* seconds of a loop of fixed length */
     double looked;             /* when the GPU's clock was read */
 };

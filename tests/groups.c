@@ -184,7 +184,7 @@ static void body(void *arg, int rank) {
  * host. */
 static char difference[128]; /* between ranks, in words */
 
-/* Which of its bits a NaN has is no promise: an instruction keeps those of one operand or another. */
+/* The bits of a NaN are not promised: an instruction keeps those of one operand or of the other. */
 static bool is_nan(rafter_dtype dtype, const char *value) {
     uint32_t wide = 0;
     uint16_t narrow = 0;
@@ -314,7 +314,7 @@ static void run_grid(problem *p, const struct grid *g, enum problem_mode mode, u
 
 /* ---- problems -------------------------------------------------------------------------------- */
 
-/* Gradients of what the ranks of a row group share are sums that the caller makes. */
+/* Drops gradients of tensors that the ranks of a row group share: the sum over the ranks is up to the caller. */
 static void drop_shared_gradients(problem *p) {
     for (int i = 0; i < p->tensors; i++)
         if (strcmp(p->tensor[i].name, "dweight") == 0 || strcmp(p->tensor[i].name, "dbias") == 0) {

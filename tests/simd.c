@@ -244,7 +244,7 @@ static void functions(void) {
     EXPECT(worst[0] <= 3.0 && worst[1] <= 2.0 && worst[2] <= 2.0 && worst[3] <= 4.0, "too inaccurate");
 }
 
-/* Sines and cosines for results of 16 bits: near zeros and tiny angles, and the same bits whichever position is first. */
+/* Sines and cosines for 16-bit results: near zeros and tiny angles, and the same bits whichever position is first. */
 static void angles(void) {
 #if V_FMA
     enum { ROWS = 8, N = 4 * V_LANES };

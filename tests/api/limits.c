@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sizes at the stated limit and past it, memory that overlaps, and other hostile but well-formed
- * arguments. Built with UBSan, these tests also hold that no size overflows on the way. */
+ * arguments. Built with UBSan, these tests also check that no size overflows on the way. */
 #include <math.h>
 #include <string.h>
 
@@ -214,8 +214,8 @@ void test_mask_of_an_empty_tensor(void **state) {
 
 /* ---- strides --------------------------------------------------------------------------------- */
 
-/* Logits that are expanded along the classes: every class has probability 1 / V. Such rows are
- * turned in blocks if they are long. */
+/* Logits that are expanded along the classes: every class has probability 1 / V. Long rows of this kind are
+ * transposed in blocks. */
 void test_expanded_classes(void **state) {
     (void)state;
     enum { MANY = 4000 };

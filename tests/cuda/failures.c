@@ -151,7 +151,7 @@ static bool test_failure(problem *p, const struct few_problem *which, const stru
     return reached;
 }
 
-/* The same in a process of its own. */
+/* test_failure in a process of its own. */
 static bool test_failure_apart(problem *p, const struct few_problem *which, const struct usual *usual, int k) {
     enum { REACHED = 1, BAD = 2 };
     const pid_t child = fork();

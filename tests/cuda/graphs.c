@@ -119,7 +119,7 @@ static void set_sums(struct sums *s, float *x, float *lse, int64_t columns) {
         .size = sizeof s->args, .algorithm = RAFTER_LOGSUMEXP_PARALLEL, .dim = 0, .x = &s->x, .lse = &s->lse};
 }
 
-/* Of zeros, every lse is the logarithm of their number. */
+/* x is 0, so every lse must be the logarithm of the column's length. */
 static bool are_right(const float *lse, int64_t columns) {
     float *const host = malloc(sizeof(float) * (size_t)columns);
     bool good = host && gpu_copy(host, lse, sizeof(float) * (size_t)columns);

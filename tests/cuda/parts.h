@@ -31,8 +31,8 @@ struct party {
     enum problem_mode mode;
     uint64_t bits;
 };
-/* Makes the party of an op's largest problem that is not `large`, and calls it once, alone. False:
- * it has none. `leave` is for both cases. */
+/* Makes the party of an op's largest problem that is not `large`, and calls it once, alone. False: it has none. Call
+ * `leave` in both cases. */
 bool join(struct party *party, const struct op_cases *op, enum problem_mode mode);
 void leave(struct party *party);
 

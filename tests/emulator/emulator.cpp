@@ -43,15 +43,15 @@ struct Copy {
 struct Thread {
     Fiber fiber;
     bool ended;
-    const unsigned *word; /* NULL, or: it waits until this is not `seen` any more */
+    const unsigned *word; /* not NULL: the thread waits until this word is no longer `seen` */
     unsigned seen;
     std::vector<Copy> copies; /* that have not been done */
     int groups;               /* of copies that have been ended */
     unsigned cluster_arrivals;
 };
 
-/* What lanes of one mask give each other. Two sets of values in turns: a lane may still read those of one exchange while
- * another one has come to the next. */
+/* An exchange of values among the lanes of one mask. Two sets of values are used in turns, because one lane may still
+ * read those of one exchange when another has come to the next. */
 struct Exchange {
     unsigned mask, arrived, generation;
     uint64_t values[2][LANES];
@@ -82,7 +82,7 @@ struct Block {
     unsigned index;
     Cluster *cluster;
     int threads, running, current;
-    bool progress;          /* since the scheduler last looked: a thread has ended or passed a barrier */
+    bool progress;          /* since the scheduler's last round, a thread has ended or passed a barrier */
     bool triggered, waited; /* a thread has called start_next_kernel; wait_for_previous_kernel */
     Barrier barriers[BARRIERS];
     std::vector<Warp> warps;
@@ -145,7 +145,7 @@ void wait_while(const unsigned &word, unsigned seen) {
     thread.word = nullptr;
 }
 
-/* Lets the threads go that wait at a barrier, if all have arrived. */
+/* Releases the threads that wait at a barrier, if all have arrived. */
 void look_at(Block &block, Barrier &barrier) {
     if (barrier.arrived == 0 || barrier.arrived < (barrier.wanted ? barrier.wanted : block.running))
         return;
@@ -189,7 +189,7 @@ void set_place(int thread) {
     place.lane = t % LANES;
 }
 
-/* Orders in which the threads of a block run between two barriers: RAFTER_EMULATOR_ORDER=backward for the other one. */
+/* The order in which the threads of a block run between two barriers; RAFTER_EMULATOR_ORDER=backward reverses it. */
 bool runs_backward() {
     static const bool backward = [] {
         const char *const order = getenv("RAFTER_EMULATOR_ORDER");
@@ -198,7 +198,7 @@ bool runs_backward() {
     return backward;
 }
 
-/* Runs all threads up to where they wait, once. Returns whether one of them came further. */
+/* Runs each thread once, up to where it waits. Returns whether any of them made progress. */
 bool run_threads(Block &block) {
     block.progress = false;
     for (int i = 0; i < block.threads; i++) {
@@ -213,7 +213,7 @@ bool run_threads(Block &block) {
     return block.progress;
 }
 
-/* A block of an early kernel, all of whose threads wait for the kernel before it. */
+/* Suspends a block of an early kernel, all of whose threads wait for the previous kernel. */
 void park(Block &block) {
     Launched &launched = *block.launched;
     std::unique_lock<std::mutex> lock(launched.mutex);
@@ -386,7 +386,7 @@ void wait_for_ended(Launched &launched, unsigned count) {
     launched.changed.wait(lock, [&] { return launched.ended >= count; });
 }
 
-/* Runs the blocks that have not been run. */
+/* Runs the blocks of a kernel that have not been run. */
 void complete(const std::shared_ptr<Launched> &shared) {
     Launched &launched = *shared;
     {
@@ -472,8 +472,8 @@ void launch(Grid grid) {
         queue.size() >= MOST_PENDING) {
         finish_queue();
     } else {
-        /* It may start when all blocks of the kernel before it have called start_next_kernel or ended. If that one does so
-         * only after it has waited, everything before it has ended. */
+        /* A kernel may start when all blocks of the previous one have called start_next_kernel or ended. If some
+         * block of that one does so only after its own wait, all earlier kernels must have ended. */
         if (queue.back()->untriggered > 0)
             while (queue.size() > 1)
                 finish_first();

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The CUDA runtime of an H200, all of whose work is done in the order in which it is enqueued, on any stream. */
+/* The CUDA runtime, as on an H200. All work runs in the order in which it is enqueued, whatever its stream. */
 #include <chrono>
 #include <cuda.h>
 #include <stdio.h>

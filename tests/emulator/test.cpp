@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* That the emulator finds what it is there for: kernels with a mistake in them give wrong results, those without do not. */
+/* Checks that the emulator finds mistakes: kernels that contain one give wrong results, and correct ones do not. */
 #include <stdio.h>
 #include <string.h>
 
@@ -23,7 +23,7 @@ template <bool CORRECT> static __global__ void sum_block(const int *in, int *out
     values[threadIdx.x] = 0;
 }
 
-/* The same, by lanes that give each other what they have. */
+/* The same, by lanes that exchange values. */
 template <bool CORRECT> static __global__ void sum_lanes(const int *in, int *out) {
     __shared__ int of_warps[THREADS / 32];
     int sum = in[threadIdx.x];
@@ -91,7 +91,7 @@ template <bool CORRECT> static __global__ void sum_after(const int *in, int *out
         wait_for_previous_kernel();
     *out = sum;
 }
-/* Between the two: it lets the next kernel start before it has waited itself. */
+/* Runs between the two, and lets the next kernel start before it has waited itself. */
 template <bool CORRECT> static __global__ void nothing(const int *, int *) {
     if (CORRECT)
         wait_for_previous_kernel();
