@@ -43,7 +43,7 @@ static const struct field fields[] = {
 #undef CALL
 #undef VALUE
 
-/* rafter_<call>, behind one type. */
+/* A function rafter_<call>, whose argument struct is behind a pointer of one type for all calls. */
 struct call {
     const char *name, *args;
     size_t size;
@@ -139,7 +139,7 @@ static bool settable(const struct field *field) {
            strcmp(field->name, "workspace_bytes") != 0 && strcmp(field->name, "saved_bytes") != 0;
 }
 
-/* The field, and where it lies; NULL, with an error, if there is none that can be set. */
+/* Returns the field, and in *place its address; NULL, with an error, if no such field can be set. */
 static const struct field *locate(rafter_arguments *a, const char *name, char **place) {
     const size_t prefix = sizeof OPTIONS_PREFIX - 1;
     const bool option = find_field(a->call->args, "options") && strncmp(name, OPTIONS_PREFIX, prefix) == 0;

@@ -35,7 +35,7 @@ using Stack = std::vector<IValue>;
 
 /* ---- formulas -------------------------------------------------------------------------------- */
 
-/* Where an argument of a backward op comes from: argument n of the forward op, or one of these. */
+/* Where an argument of a backward op comes from: n stands for argument n of the forward op, or it is one of these. */
 enum Source { UPSTREAM = -1, CONTIGUOUS_UPSTREAM = -2, WANTS_SECOND = -3, RESULT = 100, SECOND_RESULT = 101 };
 
 /* What an argument of a forward op is, by its schema. OTHER: optional, and left to Python unless it is None. */
@@ -105,7 +105,7 @@ const Formula *find(const std::string &name) {
     return nullptr;
 }
 
-/* What both paths say and do alike: _ops.py tells it once, on import. */
+/* What the C++ path and the Python path have in common: _ops.py sets it once, on import. */
 struct Common {
     std::string no_double_backward, no_forward_mode; /* sentences of errors */
     size_t mask_bytes = 0;                           /* from which on relu saves a mask */
@@ -115,8 +115,8 @@ Common &common() {
     return *only;
 }
 
-/* Calls the op, whose results replace its arguments. ops.cpp throws std::out_of_range where Python gets an IndexError:
- * pybind11 translates it so, autograd does not. */
+/* Calls the op; its results replace its arguments on the stack. ops.cpp throws std::out_of_range where Python gets an
+ * IndexError: pybind11 translates it so, autograd does not. */
 void call(const c10::OperatorHandle &op, Stack &stack) {
     try {
         op.callBoxed(stack);
@@ -127,13 +127,13 @@ void call(const c10::OperatorHandle &op, Stack &stack) {
 
 /* ---- backward -------------------------------------------------------------------------------- */
 
-/* None for an undefined tensor. */
+/* The tensor as an argument; None if it is undefined. */
 IValue value_of(const Tensor &tensor) {
     return tensor.defined() ? IValue(tensor) : IValue();
 }
 
-/* The gradients of a formula's inputs. `saved` has the tensors among its sources, and `constants` the other
- * arguments of forward. */
+/* Computes the gradients of a formula's inputs. `saved` holds those of its sources that are tensors, and `constants`
+ * the other arguments of forward among them, both in the order of the sources. */
 variable_list gradients(const Formula &formula, const Tensor &upstream, const variable_list &saved,
                         const Stack &constants, bool wants_second) {
     Stack stack;
@@ -159,7 +159,7 @@ variable_list gradients(const Formula &formula, const Tensor &upstream, const va
     return results;
 }
 
-/* The results of a backward pass under create_graph, which raise an error when they are differentiated, whether with
+/* The results of a backward pass under create_graph, wrapped so that differentiating them raises an error, whether with
  * respect to what the pass started from or to the upstream gradient. */
 variable_list without_gradient(const variable_list &results, const variable_list &saved, const Tensor &upstream) {
     variable_list guarded;
@@ -184,7 +184,7 @@ struct Backward : Node {
     Backward(const Formula &formula, edge_list &&next_edges) : Node(std::move(next_edges)), formula_(formula) {
     }
 
-    /* What backward needs of the arguments and results of forward, of which the first already has its history. */
+    /* Saves what backward needs of the arguments and results of forward. The first result has its history already. */
     void save(const Stack &arguments, const Stack &results) {
         saved_.reserve(std::count_if(formula_.sources.begin(), formula_.sources.end(),
                                      [this](int source) { return formula_.is_tensor(source); }));
@@ -347,7 +347,8 @@ bool convert(PyObject *given, Kind kind, Stack &stack) {
     return true;
 }
 
-/* A callable of Python: the formula, the Python path, and what follows the inputs, unless every call gives it. */
+/* What a Python callable holds: the formula, the Python path, and the arguments after the inputs, or NULL if every call
+ * gives them. */
 struct Callable {
     const Formula &formula;
     PyObject *python;

@@ -59,7 +59,7 @@ using Context = std::unique_ptr<rafter_context, Destroy>;
 
 /* ---- CPU ------------------------------------------------------------------------------------- */
 
-/* rafter_context_options.parallel on PyTorch's threads. If PyTorch fails, Rafter does what is left. */
+/* rafter_context_options.parallel, on PyTorch's threads. If PyTorch fails, the calling thread does what is left. */
 void parallel_on_torch(void *, int32_t count, void (*work)(void *arg, int32_t i), void *arg) {
     struct Work {
         void (*function)(void *, int32_t);
@@ -73,8 +73,8 @@ void parallel_on_torch(void *, int32_t count, void (*work)(void *arg, int32_t i)
     torch_parallel_for(0, count, 1, range, &given);
 }
 
-/* The child of a fork has none of PyTorch's threads, and waits for them if it uses parallel_for.
- * Rafter's own threads start again there. */
+/* The child of a fork has none of PyTorch's threads, and parallel_for would wait for them forever. So
+ * contexts in a child use Rafter's own threads, which start again there. */
 std::atomic<bool> in_child{false};
 
 void watch_forks() {

@@ -25,7 +25,7 @@ StableIValue on_stack(const std::string &text) {
     return torch::stable::detail::from(text);
 }
 
-/* What _groups.py takes for PyTorch's current stream. */
+/* The number by which _groups.py means PyTorch's current stream. */
 void *const CURRENT_STREAM = reinterpret_cast<void *>(intptr_t(-1));
 
 StableIValue on_stack(const void *stream) {

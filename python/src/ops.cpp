@@ -195,7 +195,7 @@ struct LossOptions {
         c.class_weight = weight.dl();
         c.row_weight = row_weight.dl();
         c.denominator = denominator.dl();
-        /* The last argument but for numbers: nothing is left on the stack if the device is wrong. */
+        /* Only numbers follow this argument, so nothing on the stack leaks if the device is refused here. */
         const std::optional<std::string> text = call.optional_text();
         if (text)
             groups = rafter::Groups(*text, call.device(), c);
