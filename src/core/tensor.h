@@ -82,10 +82,10 @@ rafter_status rafter_take_dim(rafter_context *context, int32_t given, int ndim, 
 
 /* Merges the dimensions [from, to) of all views, which have one shape there, where every view
  * allows it, and drops those of size 1. Returns how many dimensions of the range remain: at least
- * one, of size 1 if need be. The dimensions from `to` on move up behind them. */
+ * one, of size 1 if need be. The dimensions from `to` on move up after these. */
 int rafter_collapse(rafter_view *const views[], int count, int from, int to);
 
-/* Moves dimension `dim` behind all others, which keep their order. */
+/* Makes dimension `dim` the last one; the others keep their order. */
 void rafter_move_dim_last(rafter_view *const views[], int count, int dim);
 
 /* Sorts the first `dims` dimensions of all views into the order of `leader`'s memory, outermost

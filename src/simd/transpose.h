@@ -187,7 +187,7 @@ V_INLINE void v_rows_to_columns_as(int dtype, const char *x, int64_t pitch, int6
         for (int64_t c = 0; c < n; c += V_LANES) {
             const char *const from = x + (r * pitch + c) * bytes;
             float *const at = to + c * to_pitch + r;
-            /* Reading past the end of a row is harmless if as many rows follow. */
+            /* Reading past the end of a row is harmless if V_LANES more rows follow. */
             if (pitch > 0 && rows - r >= 2 * V_LANES)
                 v_square_to_columns(dtype, from, pitch, V_LANES, n - c, true, at, to_pitch);
             else

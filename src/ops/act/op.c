@@ -149,7 +149,7 @@ struct plan {
     int64_t blocks, per_task;          /* blocks in all; blocks per task */
     int64_t lines, parts;              /* softmax: lines of a block; parts of a line */
     int64_t inner;                     /* of rows that are several lines: see act_block */
-    size_t statistics;                 /* bytes of the workspace; behind them is the line of dy */
+    size_t statistics;                 /* bytes of the workspace; the line of dy, if `repeated`, comes after them */
 };
 
 /* The tensors that the call has. Their dimensions are reordered and merged alike. */

@@ -2,8 +2,8 @@
 /*
  * logsumexp on the CPU. The statistics of a line are a pivot near the maximum and the sum of
  * exponentials relative to it. Rows use v_stats_row, columns v_column_statistics. Vectors need many
- * columns: short rows are transposed into the columns of a buffer, and a few columns without gaps
- * between them are treated as many shorter ones.
+ * columns: short rows are transposed into the columns of a buffer, and a few columns whose rows
+ * follow one another without gaps are treated as many shorter ones.
  */
 #include "ops/logsumexp/kernels.h"
 
@@ -119,7 +119,7 @@ V_INLINE vf merged(const float *statistics, int64_t parts, int64_t lines, int64_
     for (int64_t p = 0; p < parts; p++) {
         const vf part_pivot = v_load_part(RAFTER_F32, statistics + p * 2 * lines, count, 0.0f);
         const vf share =
-            v_select(part_pivot == pivot, v_set(1.0f), v_exp_from(part_pivot, pivot)); /* also if both are infinite */
+            v_select(part_pivot == pivot, v_set(1.0f), v_exp_from(part_pivot, pivot)); /* 1 for two infinite ones too */
         v_kahan_add(&sum, share * v_load_part(RAFTER_F32, statistics + (p * 2 + 1) * lines, count, 1.0f));
     }
     return v_lse(pivot, sum.sum);

@@ -131,7 +131,7 @@ static const struct lrpe_case more[] = {
     EACH_ACT(9, 40, 3, 68, .dtype = RAFTER_F16, .dtheta = DTHETA_FP32, .for_cuda = true),
     /* if heads are adjacent in dy, chunks of some of the features */
     EACH_ACT(2, 40, 32, 160, .dtype = RAFTER_BF16, .dtheta = DTHETA_FP32, .for_cuda = true),
-    /* gradients so large that they are turned first: at once, and in slices of sequences */
+    /* gradients so large that they are transposed first: at once, and in slices of sequences */
     EACH_ACT(5, 220, 32, 64, .dtype = RAFTER_BF16, .dtheta = DTHETA_FP32, .for_cuda = true),
     {9, 256, 32, 64, .dtype = RAFTER_F32, .act = RAFTER_ACT_SILU, .for_cuda = true},
     /* past 2^31 elements of y */
