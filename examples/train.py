@@ -36,7 +36,7 @@ def make_text(size, seed=0):
 
 
 def tokens(text):
-    """Pairs of bytes, folded into the vocabulary: the comparison needs a wide last layer."""
+    """Each token is a pair of adjacent bytes, folded into the vocabulary, so that the last layer is wide."""
     data = torch.tensor(list(text), dtype=torch.long)
     return (data[:-1] * 256 + data[1:]) % VOCABULARY
 

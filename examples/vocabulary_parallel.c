@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The loss of an output layer whose vocabulary is spread over the ranks of an MPI program, with all
- * gradients. Every rank has the same batch x and its own rows of the weight, any number of them.
+ * The loss of an output layer, and all its gradients, with the vocabulary spread over the ranks of an MPI
+ * program. Every rank has the same batch x, and its own rows of the weight, any number of them.
  *
  *     mpicc vocabulary_parallel.c $(pkg-config --cflags --libs rafter) -lm
  *     mpirun -n 3 ./a.out

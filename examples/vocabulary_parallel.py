@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Trains an output layer whose classes are cut over ranks: each holds its rows of the weight, and no
-rank ever holds the others', nor logits.
+"""Trains a small model whose output layer is spread over ranks: each rank holds the rows of the weight
+for its own classes. No rank ever holds the rows of another, or the logits.
 
     PYTHONPATH=build/python torchrun --nproc-per-node 2 examples/vocabulary_parallel.py [--steps 20]
 
-On GPUs each rank takes one, and NCCL; else gloo. Every rank has the same tokens. Rank 0 also trains the
-whole layer by itself, to compare.
+With a GPU for each rank, NCCL connects them; else gloo, on the CPU. Every rank has the same tokens. At the
+end rank 0 trains the whole layer by itself, to compare.
 """
 import argparse
 import os
@@ -14,7 +14,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before init_process_group, see the end of main()
+import torch.distributed.nn  # before init_process_group: see the end of main()
 
 import rafter
 
@@ -45,7 +45,7 @@ def train(model, steps, device, **options):
         tokens = torch.randint(0, CLASSES, (TOKENS,), generator=order).to(device)
         loss = model(tokens, (tokens * 7 + 3) % CLASSES, label_smoothing=0.05, **options)
         optimizer.zero_grad()
-        loss.backward()  # the gradient of the body is that of all classes: the loss has summed it
+        loss.backward()  # the body's gradient is that of all classes: the loss sums it over the ranks
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -71,9 +71,9 @@ def main():
         error = max(abs(a - b) / abs(b) for a, b in zip(losses, alone))
         print(f"loss of the first step {losses[0]:.6f}, of the last {losses[-1]:.6f}; largest relative difference to "
               f"one rank: {error:.1e}")
-    # This joins gloo's threads. A thread that outlives it and still holds a tensor of the last collective aborts
-    # the process when Python exits. torch.distributed.nn keeps the default group as default arguments if it is
-    # imported later, as torch.optim does through torch._dynamo; the threads then run on.
+    # This joins gloo's threads. A thread that is not joined, and still holds a tensor of the last collective,
+    # aborts the process when Python exits. If torch.distributed.nn is first imported after init_process_group, as
+    # torch.optim does through torch._dynamo, its default arguments keep the group alive, and the threads run on.
     dist.destroy_process_group()
     if not error < 1e-3:
         sys.exit("the losses differ by more than rounding")

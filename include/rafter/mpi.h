@@ -11,7 +11,7 @@
  * The communicator uses `comm` as it is: calls of other parts of the program on the same `comm` must
  * not run at the same time (MPI_Comm_dup gives one of your own). MPI's default error handler ends the
  * program; with MPI_ERRORS_RETURN set on `comm`, errors come back as RAFTER_COLLECTIVE_FAILED. If
- * several threads make calls, MPI must have been initialised for that.
+ * several threads make calls, initialise MPI with the thread level that this needs (MPI_Init_thread).
  */
 #ifndef RAFTER_MPI_H
 #define RAFTER_MPI_H
@@ -28,8 +28,8 @@ typedef struct rafter_mpi {
     char text[MPI_MAX_ERROR_STRING];
 } rafter_mpi;
 
-/* MPI counts in int. The library sends whole multiples of 8 bytes, so 16 GiB per rank can be
- * counted. */
+/* MPI's counts are int. The library sends whole multiples of 8 bytes, so counting in those allows 16 GiB
+ * per rank. */
 static inline int rafter_mpi_all_gather(void *user, const void *send, void *receive, size_t bytes, void *stream) {
     const MPI_Comm comm = ((rafter_mpi *)user)->comm;
     (void)stream;

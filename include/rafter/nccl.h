@@ -9,8 +9,8 @@
  *                              .first_class = first, .classes = vocabulary};
  *
  * Collectives are enqueued on the context's stream. The ncclComm_t must belong to the context's
- * device, and other collectives on it must be ordered with that stream. A rank that dies is NCCL's to
- * find: ncclCommGetAsyncError, ncclCommAbort.
+ * device, and other collectives on it must be ordered with that stream. The library does
+ * not notice a rank that has died: use ncclCommGetAsyncError and ncclCommAbort.
  *
  * If you limit the blocks of `comm` (ncclConfig_t.maxCTAs; 8 to 16 are enough beside a product), set
  * ranks.communicator.multiprocessors to that number: the sum of dx then hides behind the product for dW.
@@ -48,7 +48,7 @@ static inline const char *rafter_nccl_describe(void *user, int error) {
     return ncclGetErrorString((ncclResult_t)error);
 }
 
-/* Fills in *own for the ranks of `comm`, which must outlive it. */
+/* Fills in *own for the ranks of `comm`, which must outlive it. Returns NCCL's error code. */
 static inline ncclResult_t rafter_nccl_open(rafter_nccl *own, ncclComm_t comm) {
     int rank = 0, ranks = 0;
     ncclResult_t error = ncclCommUserRank(comm, &rank);
@@ -65,7 +65,7 @@ static inline ncclResult_t rafter_nccl_open(rafter_nccl *own, ncclComm_t comm) {
     own->communicator.all_reduce_sum = rafter_nccl_all_reduce_sum;
     own->communicator.reduce_scatter_sum = rafter_nccl_reduce_scatter_sum;
     own->communicator.describe = rafter_nccl_describe;
-    own->communicator.multiprocessors = 0; /* NCCL does not tell; set it with ncclConfig_t.maxCTAs */
+    own->communicator.multiprocessors = 0; /* NCCL does not report it: see the top of this file */
     return ncclSuccess;
 }
 

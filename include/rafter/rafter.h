@@ -24,8 +24,9 @@
  * in inputs. Inputs are fp32, bf16 or fp16; everything inside is computed in fp32 or better and
  * rounded once, to nearest even, when stored. Labels and positions are int32 or int64.
  *
- * Sizes: a tensor has at most 2^47 elements, stride 0 included, and none of them lies 2^47 elements
- * or more behind the first. linear_cross_entropy has at most 2^47 logits, N V. More is refused.
+ * Sizes: a tensor has at most 2^47 elements (repeated ones, of stride 0, count), and its last element
+ * is less than 2^47 elements after its first. linear_cross_entropy has at most 2^47 logits, N V. More
+ * is refused.
  *
  * Argument structs: set `.size` to sizeof the struct, so that the struct can grow without breaking
  * the ABI. Leave what you do not need at zero: zero means default. A NULL output is not computed.
@@ -37,11 +38,10 @@
  *
  * Memory: an output may not overlap anything else that the call reads or writes, nor itself (stride
  * 0), except where a block below says "in place". Scratch memory comes from `.workspace` if given,
- * else from the context's allocator. None of the .workspace_bytes may lie between the first and the
- * last element of a tensor of the call, nor in `.saved`; such a call is refused.
- * rafter_<op>_workspace() returns how many bytes a call with the same arguments takes. The default
- * allocator of a CPU context keeps the last block of 4 MiB or more until the context is destroyed,
- * and uses it for later calls that fit.
+ * else from the context's allocator. rafter_<op>_workspace() returns how many bytes a call with the
+ * same arguments takes. A call is refused if its workspace overlaps `.saved`, or any memory between
+ * the first and the last element of a tensor of the call. The default allocator of a CPU context keeps
+ * the last block of 4 MiB or more until the context is destroyed, and uses it for later calls that fit.
  *
  * CUDA: a call enqueues work on the context's stream and returns. It never waits for the device. It
  * can be captured into a graph, and the graph can be replayed with other data in the same memory.
@@ -51,22 +51,22 @@
  * the device, so it may be called while work is queued, but not during a capture.
  *
  * Threads: a context serves one call at a time. Different contexts may be used from different
- * threads. All contexts share the library's worker threads, of which there are never more than the
- * largest context asks for; calls that run at the same time divide them, so that no more threads run
- * than there are processors or one context asks for. If threads cannot be created, a call has fewer.
- * After fork(), parent and child may go on calling, from any thread; the child gets workers of its
- * own. Workers handle no signals but faults and SIGPROF, and end when the process exits or the
- * library is unloaded, which must not happen during a call.
+ * threads at the same time. All contexts share the library's worker threads; there are never more of
+ * them than the context with the most `threads` asks for. Calls that run at the same time divide the
+ * workers: no more threads run than there are processors, or than one of the contexts asks for, whichever
+ * is more. If threads cannot be created, a call has fewer. After fork(), parent and child may go on calling, from
+ * any thread; the child gets workers of its own. Workers handle no signals but faults and SIGPROF.
+ * They end when the process exits or the library is unloaded; do not unload it during a call.
  *
  * Stack: a CPU call takes at most 32 KiB of its caller's stack.
  *
- * Floating-point environment: on a CPU, every thread of a call rounds, and flushes subnormal
- * numbers, as the caller does. No call traps, whatever exceptions the caller traps, nor does one
- * change the caller's exception flags.
+ * Floating-point environment: on a CPU, every thread of a call uses the caller's rounding mode, and
+ * flushes subnormal numbers if the caller does. No call traps, whatever exceptions the caller has
+ * enabled, and none changes the caller's exception flags.
  *
  * Determinism: the same call gives the same bits every time, for any number of threads, wherever in
- * memory its tensors are. Whether a row's bits also are the same in another batch is an option: see
- * rafter_context_set_batch_invariant.
+ * memory its tensors are. In another batch, a row may have other bits, unless the context is batch
+ * invariant: see rafter_context_set_batch_invariant.
  *
  * Zero-size tensors are valid where PyTorch accepts them.
  *
@@ -101,7 +101,7 @@ extern "C" {
 /* Values are pinned: they never change meaning. */
 typedef enum rafter_status {
     RAFTER_OK = 0,
-    RAFTER_INVALID_ARGUMENT = 1,    /* a null, a shape, a dtype, a stride, an option out of range, an overlap */
+    RAFTER_INVALID_ARGUMENT = 1,    /* NULL, a wrong shape, dtype or stride, an option out of range, an overlap */
     RAFTER_UNSUPPORTED = 2,         /* valid, but this build or device cannot do it */
     RAFTER_LABEL_OUT_OF_RANGE = 3,  /* a label outside [0, V) that is not ignore_index (CPU; see cross_entropy) */
     RAFTER_OUT_OF_MEMORY = 4,       /* the context's allocator returned NULL */
@@ -144,10 +144,11 @@ typedef struct rafter_context_options {
     void (*release)(void *user, void *memory, size_t bytes);
     void *user; /* first argument of the functions of this struct */
     /* CPU. NULL: calls use the library's own threads. Else calls use the host's: `parallel` calls
-     * work(arg, i) for every i in [0, count), at the same time, on any threads, and returns when all
-     * have returned. count is at most `threads`, and each i is called at most once. `parallel` may
-     * leave out any of them, for want of threads: the calling thread then does what is left. For hosts
-     * whose own threads stay awake between calls, as OpenMP's do, and would compete with the library's. */
+     * work(arg, i) for the i in [0, count), at the same time, on any threads, and returns when all
+     * these calls have returned. count is at most `threads`. Each i is called at most once; with too
+     * few threads `parallel` may leave some i out, and the calling thread does what is left. Meant for
+     * hosts whose own threads stay awake between calls, as OpenMP's do: they would compete with the
+     * library's. */
     void (*parallel)(void *user, int32_t count, void (*work)(void *arg, int32_t i), void *arg);
 } rafter_context_options;
 
@@ -163,25 +164,29 @@ RAFTER_API void rafter_context_destroy(rafter_context *context); /* NULL is fine
 RAFTER_API rafter_status rafter_context_set_stream(rafter_context *context, void *stream);
 
 /* Batch invariance, for later calls. 1: the bits of a row's results do not depend on how many rows the
- * call has, on what the others hold, nor on where the row is among them. The results of a row are
+ * call has, on what the other rows hold, or on where the row is among them. The results of a row are
  *     cross_entropy, linear_cross_entropy   row_loss, loss without reduction, lse, logprob, entropy,
  *                                           argmax; its row of dlogits or dx, for the same upstream
  *                                           gradient (that of a mean depends on the other rows)
  *     logsumexp, act, scale                 lse, y, dx of a line along `dim`, or of an element
  *     lrpe_cosine                           y, dx of a token; with softmax over the sequence, of a batch
  *                                           entry
- * Not dweight, dbias, dtheta and reduced losses, which are sums over rows. This holds for calls that
- * are otherwise the same: lengths, dtypes, options, wanted results, strides within a row; device and
- * build. On CUDA, rows of whole multiples of 16 bytes must also begin at such multiples in all of
- * the calls, or in none.
- * The option cuts work by the lengths of rows alone. On CUDA, rows of whole multiples of 16 bytes take as
- * long as without it if there are 2048 of them or more; other rows up to a third longer in most calls, and
- * columns up to twice as long; few long rows take longer still: docs/perf/batch_invariance.md. (Without it,
- * rows on a CPU depend on each other only if there are few, or if their elements are not adjacent.)
- * Refused with RAFTER_UNSUPPORTED, because they cannot be served: linear_cross_entropy with dx summed
- * over more than two ranks, in the communicator's order; and on CUDA, cross_entropy with class_group,
- * linear_cross_entropy with a budget, or with fp32 inputs and class_group, and cross_entropy and logsumexp of
- * more than 2^30 short rows, or parts of columns, of 256 elements each. */
+ * dweight, dbias, dtheta and reduced losses are sums over rows, and are not covered.
+ *
+ * The promise holds between calls that are otherwise the same: lengths, dtypes, options, wanted results,
+ * strides within a row, device and build. On CUDA, if a row is a whole multiple of 16 bytes, rows must
+ * begin at multiples of 16 bytes in all of the calls, or in none.
+ *
+ * Cost: work is cut by the lengths of rows alone. On CUDA, 2048 or more rows of whole multiples of 16
+ * bytes take as long as without the option; other rows up to a third longer in most calls, columns up to
+ * twice as long, and few long rows longer still: docs/perf/batch_invariance.md. (On a CPU without the
+ * option, rows depend on each other only if there are few, or if their elements are not adjacent.)
+ *
+ * Some calls cannot be served so, and fail with RAFTER_UNSUPPORTED: linear_cross_entropy with dx summed
+ * over more than two ranks, because the communicator chooses the order of that sum; and on CUDA,
+ * cross_entropy with class_group; linear_cross_entropy with a budget, or with fp32 inputs and class_group;
+ * cross_entropy and logsumexp of more than 2^30 short rows, or of more than 2^30 parts of columns, of 256
+ * elements each. */
 RAFTER_API rafter_status rafter_context_set_batch_invariant(rafter_context *context, int32_t batch_invariant);
 
 /* Why the last call on this context failed; "" if it did not. Valid until the next call. For NULL:
@@ -205,8 +210,8 @@ typedef enum rafter_dtype {
     RAFTER_U8 = 5
 } rafter_dtype;
 
-/* A row-major, compact CPU tensor over your memory. `shape` must outlive it. A convenience: any
- * DLTensor works. A dtype that is none of these gives a tensor that every call refuses. */
+/* A row-major tensor without gaps over your CPU memory. `shape` must outlive it. A convenience: any
+ * DLTensor works. An unknown dtype gives a tensor that every call refuses. */
 RAFTER_API DLTensor rafter_tensor(void *data, rafter_dtype dtype, int32_t ndim, int64_t *shape);
 
 typedef enum rafter_direction { RAFTER_FORWARD = 0, RAFTER_BACKWARD = 1 } rafter_direction;
@@ -214,39 +219,41 @@ typedef enum rafter_direction { RAFTER_FORWARD = 0, RAFTER_BACKWARD = 1 } rafter
 /* -------------------------------------------------------------------------------------------------
  * Groups of ranks: one call, made by several processes or GPUs together
  *
- * A rafter_communicator is the caller's own engine behind three functions: rafter/mpi.h and
- * rafter/nccl.h fill it in for MPI and NCCL. The library has no transport of its own. It calls the
- * functions in the same order on every rank of the group.
+ * The library has no transport of its own. A rafter_communicator wraps the caller's: three collective
+ * functions, which rafter/mpi.h and rafter/nccl.h fill in for MPI and NCCL. The library calls them in
+ * the same order on every rank of the group.
  *
- * Every function enqueues its work on `stream`, the context's cudaStream_t, in the order of that
- * stream; on a CPU `stream` is NULL, and the function returns when the data is there. Memory is that
- * of the context's device. 0 is success; anything else fails the call with RAFTER_COLLECTIVE_FAILED,
- * and `describe`, if given, has the words for it.
+ * On CUDA a function enqueues its work on `stream`, a cudaStream_t of the context's device, which need
+ * not be the context's own stream. On a CPU `stream` is NULL, and the function returns when the data is
+ * there. All pointers are to memory of the context's device. A function returns 0 for success; anything
+ * else fails the call with RAFTER_COLLECTIVE_FAILED, and `describe`, if given, turns the number into
+ * text.
  *     all_gather          `bytes` bytes of `send` from every rank, in rank order, into `receive`
  *     all_reduce_sum      in place: `data` becomes the fp32 sum over the ranks, the same bits on all
  *     reduce_scatter_sum  rank r receives the sums of elements [r count, (r + 1) count) of `send`,
- *                         which has ranks * count elements. NULL: none.
+ *                         which has ranks * count elements. NULL: not available.
  *
- * The struct and what it points to must live until the call returns; on CUDA `user` until the work
- * that was enqueued is done.
+ * The struct and what it points to must live until the call returns; on CUDA, what `user` points to must
+ * live until the enqueued work is done.
  *
  * class_group (in rafter_loss_options): the classes are cut into shards, one per rank, in the order
  * of the ranks. A rank passes the logits, or the rows of weight and bias, of classes [first_class,
  * first_class + n), where n is the size of its own tensor: any number, also 0. The shards together
  * are [0, classes). Everything else is the same on every rank: x, the labels, which are numbers in
- * [0, classes), row weights, dloss, and class_weight, which has all `classes` elements. Every rank
- * gets the same outputs, bit for bit, those of the loss over all classes (argmax counts from 0 over
- * all classes), and the gradients of its own tensors; dx is summed over the ranks, in fp32, and is
- * the same on every rank. If the communicator has reduce_scatter_sum, dx may instead be the [rows /
- * ranks, D] of this rank's share of the rows, counted in rank order.
- * What a call moves: one all-gather of 16 bytes per row and rank (32 with label smoothing, entropy,
- * dentropy or argmax) if statistics are computed, and one sum of dx if that is wanted. On a CPU also
- * one all-gather of 320 bytes per rank in which the ranks compare their calls.
+ * [0, classes), row weights, dloss, and class_weight, which has all `classes` elements.
+ * Every rank gets the same outputs, bit for bit: those of the loss over all classes (argmax is a class
+ * in [0, classes)). It gets the gradients of its own tensors. dx is summed over the ranks, in fp32, and
+ * is the same on every rank; if the communicator has reduce_scatter_sum, dx may instead be [rows /
+ * ranks, D]: this rank's share of the rows, in rank order.
+ * A call moves one all-gather of 16 bytes per row and rank, if statistics are computed (32 bytes with
+ * entropy, dentropy or argmax; on a CPU also with label smoothing), and one sum of dx if dx is wanted.
+ * On a CPU it begins with an all-gather of 320 bytes per rank, in which the ranks compare their calls.
  *
  * row_group: each rank has rows of its own, any number of them, also 0. Sums and means are over the
  * rows of all ranks: the loss is the sum over all ranks, and so is mean's denominator unless it is
- * given. Every rank gets the same loss. Gradients are those of that loss: sum them over the ranks,
- * do not average them. Per-row outputs, and reduction none, do not change.
+ * given. Every rank gets the same loss. Gradients are those of that loss: for a tensor that the ranks
+ * share, sum them over the ranks, do not average them. Per-row outputs, and reduction none, are as
+ * without a group.
  *
  * Both groups may be given: a grid of ranks, in which class_group is this rank's row of the grid.
  *
@@ -264,9 +271,9 @@ typedef struct rafter_communicator {
     int (*all_reduce_sum)(void *user, float *data, size_t count, void *stream);
     int (*reduce_scatter_sum)(void *user, const float *send, float *receive, size_t count, void *stream);
     const char *(*describe)(void *user, int error); /* NULL: only the number is reported */
-    /* CUDA: multiprocessors that a sum takes, which the product beside it leaves to it: see
-     * docs/distributed.md. 0: none, or not known; the product then takes all, and waits for those that the
-     * sum has. */
+    /* CUDA: how many multiprocessors a sum of dx occupies. The product for dweight, which runs beside it,
+     * leaves that many free: see docs/distributed.md. 0: none, or not known; the product then uses all,
+     * and has to wait for those that the sum occupies. */
     int32_t multiprocessors;
 } rafter_communicator;
 
@@ -282,9 +289,9 @@ typedef struct rafter_communicator {
  *           dx may be dy (in place).
  * `none` copies nothing when y is x (or dx is dy), and copies otherwise. The derivative of relu at
  * 0 is 0.
- * group: softmax only. The tensors are this rank's part of `dim`, of any length, also 0, and the softmax
- * is that over the parts of all ranks; see "Groups of ranks". Forward and backward gather 8 bytes per
- * line and rank.
+ * group: softmax only. The tensors are this rank's part of `dim`, of any length, also 0. The softmax is
+ * over the parts of all ranks; see "Groups of ranks". Forward and backward each gather 8 bytes per line
+ * and rank.
  * relu_mask: optional with relu, a flat uint8 tensor of ceil(numel / 8) bytes; bit i % 8 of byte i
  * / 8 is set where element i (row-major order) of x is above 0, or NaN. Forward writes it;
  * backward, when it is given, reads it instead of x. The other tensors must then be contiguous.
@@ -301,12 +308,12 @@ typedef enum rafter_act_kind {
 typedef struct rafter_act_args {
     size_t size; /* sizeof(rafter_act_args) */
     rafter_act_kind kind;
-    int32_t dim; /* softmax only: the dimension, -ndim .. ndim-1 (there is no default: 0 is the first) */
+    int32_t dim; /* softmax only: -ndim .. ndim-1. Zero is the first dimension, not a default */
     const DLTensor *x;
     const DLTensor *y;
     const DLTensor *dy;
     const DLTensor *dx;
-    const DLTensor *relu_mask;
+    const DLTensor *relu_mask; /* relu only; optional */
     void *workspace;
     size_t workspace_bytes;
     const rafter_communicator *group; /* NULL: this call has all of dim */
@@ -324,26 +331,26 @@ RAFTER_API rafter_status rafter_act_workspace(rafter_context *context, const raf
  *     rafter_logsumexp_forward(ctx, &a);
  *
  * lse has x's shape with `dim` either dropped or kept as 1, in fp32 or in x's dtype.
- * Forward:  lse from x; and if `rounded` is given (shape and strides as lse, x's dtype), the same
- * result there: for callers who return it in x's dtype and keep lse in fp32 for backward.
- * Backward: dx = dlse * exp(x - lse), from x, lse and dlse (shape as lse; fp32 or x's dtype). dx
- * may be x (in place). A row of all -inf, or an empty one, has lse -inf, and gradient 0. A row that
- * holds +inf has lse +inf.
- * group: x is this rank's part of `dim`, of any length, also 0, and lse is that over the parts of all
- * ranks, the same bits on every rank; see "Groups of ranks". Forward gathers 4 bytes per line and rank,
- * and lse has one rounding more. Backward needs nothing of other ranks: leave group NULL.
+ * Forward:  lse from x. If `rounded` is given (shape and strides of lse, dtype of x), it gets the same
+ *           result in x's dtype: for callers who return that and keep an fp32 lse for backward.
+ * Backward: dx = dlse * exp(x - lse), from x, lse and dlse (shape of lse; fp32 or x's dtype). dx may be
+ *           x (in place).
+ * A line of all -inf, or an empty one, has lse -inf and gradient 0. A line that holds +inf has lse +inf.
+ * group: x is this rank's part of `dim`, of any length, also 0. lse is over the parts of all ranks, with
+ * the same bits on every rank; see "Groups of ranks". Forward gathers 4 bytes per line and rank, and lse
+ * is rounded once more. Backward needs nothing of other ranks: leave group NULL.
  */
 
 typedef enum rafter_logsumexp_algorithm {
     RAFTER_LOGSUMEXP_AUTO = 0,
-    RAFTER_LOGSUMEXP_PARALLEL = 1,  /* split every row, then merge the parts */
-    RAFTER_LOGSUMEXP_RECURRENCE = 2 /* one running maximum and sum along the row */
+    RAFTER_LOGSUMEXP_PARALLEL = 1,  /* split every line, then merge the parts */
+    RAFTER_LOGSUMEXP_RECURRENCE = 2 /* one running maximum and sum along the line */
 } rafter_logsumexp_algorithm;
 
 typedef struct rafter_logsumexp_args {
     size_t size; /* sizeof(rafter_logsumexp_args) */
     rafter_logsumexp_algorithm algorithm;
-    int32_t dim; /* -ndim .. ndim-1 (there is no default: 0 is the first) */
+    int32_t dim; /* -ndim .. ndim-1. Zero is the first dimension, not a default */
     const DLTensor *x;
     const DLTensor *lse;
     const DLTensor *dlse;
@@ -386,11 +393,11 @@ typedef struct rafter_loss_options {
     float logit_scale;            /* 1 / temperature; 0 means 1 */
     const DLTensor *class_weight; /* fp32 [V]; with class_group all V of them, on every rank */
     const DLTensor *row_weight;   /* fp32, shaped as the labels */
-    const DLTensor *denominator;  /* fp32, one element, on the tensors' device: replaces mean's denominator */
+    const DLTensor *denominator;  /* fp32, one element, on the context's device: replaces mean's denominator */
     /* See "Groups of ranks". Without class_group, first_class and classes are 0. */
     const rafter_communicator *class_group; /* NULL: this call has all classes */
-    int64_t first_class;                    /* of this rank's shard */
-    int64_t classes;                        /* V: of all ranks together */
+    int64_t first_class;                    /* where this rank's shard begins */
+    int64_t classes;                        /* V, of all ranks together */
     const rafter_communicator *row_group;   /* NULL: this call has all rows */
 } rafter_loss_options;
 
@@ -404,10 +411,10 @@ typedef struct rafter_loss_options {
  *     a.dlogits = &dz;                               // a.dlogits = &z: over the logits
  *     rafter_cross_entropy_backward(ctx, &a);
  *
- * Forward: those of loss, row_loss, lse, logprob, entropy and argmax that are not NULL. If dlogits
- * is given too, the same pass writes it, for the upstream gradient dloss: one read and one write of
- * the logits in all.
- * Backward: dlogits from logits, target, dloss, and lse if given (else lse is computed again).
+ * Forward: writes those of loss, row_loss, lse, logprob, entropy and argmax that are not NULL. If
+ * dlogits is given too, the same pass writes it, for the upstream gradient dloss: one read and one
+ * write of the logits in all.
+ * Backward: writes dlogits from logits, target, dloss, and lse if given (else lse is computed again).
  * dlogits has the dtype of the logits and may be the logits (in place: same data and strides).
  * dloss is fp32, shaped as loss (one element for mean and sum); NULL means 1.
  * Per-row outputs are fp32 (argmax: int64 or int32), shaped as target. For ignored rows they are 0,
@@ -417,23 +424,23 @@ typedef struct rafter_loss_options {
  * A row of all -inf has lse -inf, loss NaN and gradient 0. A +inf or NaN logit makes the row NaN.
  * A label out of range: on the CPU the call fails with RAFTER_LABEL_OUT_OF_RANGE, which names the
  * row, before anything is written. On CUDA the row's outputs and gradient are NaN, and
- * rafter_bad_labels() reports it.
- * If rows have a larger stride than V, the padding is neither read nor written.
+ * rafter_bad_labels() reports that there was such a row.
+ * If rows are more than V elements apart, what lies between them is neither read nor written.
  */
 
 typedef struct rafter_cross_entropy_args {
     size_t size;                        /* sizeof(rafter_cross_entropy_args) */
     const rafter_loss_options *options; /* NULL: all defaults */
-    const DLTensor *logits;
-    const DLTensor *target;
-    const DLTensor *loss;
-    const DLTensor *row_loss;
-    const DLTensor *lse;
+    const DLTensor *logits;             /* [..., V] */
+    const DLTensor *target;             /* [...], int32 or int64 */
+    const DLTensor *loss;               /* one element; with reduction none, shaped as target */
+    const DLTensor *row_loss;           /* this and the next four: forward, optional, shaped as target */
+    const DLTensor *lse;                /* backward reads it, if given */
     const DLTensor *logprob;
     const DLTensor *entropy;
     const DLTensor *argmax;
-    const DLTensor *dloss;
-    const DLTensor *dlogits;
+    const DLTensor *dloss;   /* upstream gradient; NULL: 1 */
+    const DLTensor *dlogits; /* forward: optional */
     void *workspace;
     size_t workspace_bytes;
 } rafter_cross_entropy_args;
@@ -446,8 +453,8 @@ RAFTER_API rafter_status rafter_cross_entropy_workspace(rafter_context *context,
 /* *found: 1 if a loss on this context has seen a label out of range since the last call of this
  * function, else 0. On CUDA this waits for all work on the context's stream, so do not call it in
  * every step; during a capture it returns RAFTER_UNSUPPORTED. On the CPU, where a bad label fails
- * the call, *found is always 0. RAFTER_RANKS_DISAGREE: on CUDA, the ranks of a group have made different
- * calls since then, whose results are NaN. */
+ * the call, *found is always 0. Returns RAFTER_RANKS_DISAGREE if, on CUDA, the ranks of a group have made
+ * different calls since then; the results of those are NaN. */
 RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *found);
 
 /* -------------------------------------------------------------------------------------------------
@@ -458,20 +465,21 @@ RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *fou
  *     rafter_linear_cross_entropy_forward(ctx, &a);  // loss and gradients: three matrix products
  *
  * x[..., D], weight[V, D], bias[V] (optional), target[...]. x, weight and bias have one dtype.
- * Forward: the outputs of cross_entropy, and those of dx, dweight and dbias that are not NULL, for
+ * Forward: writes the outputs of cross_entropy, and those of dx, dweight and dbias that are not NULL, for
  * the upstream gradient dloss.
- * Backward: dx, dweight and dbias for dloss, from the inputs and lse if given. Logits are computed
- * again.
+ * Backward: writes those of dx, dweight and dbias that are not NULL for dloss, from the inputs, and from
+ * lse if given. It computes the logits again (but see rafter_linear_cross_entropy_saved).
  * dentropy: the upstream gradient of entropy, fp32, shaped as target; NULL: none. Gradients are those
  * of sum(dloss * loss) + sum(dentropy * entropy). Neither the mean's denominator nor row weights
  * apply to dentropy; ignored rows have no gradient. Backward with dentropy also reads entropy, the
  * result of forward: if lse and entropy are given, no statistics are computed again.
- * dx, dweight and dbias have the dtype of their input, or fp32. They are accumulated in fp32 (see
- * accumulate). Ignored rows cost no matrix work on a CPU, nor on Hopper GPUs with 16-bit
+ * dx, dweight and dbias have the dtype of their input, or fp32. They are accumulated in fp32, unless
+ * `accumulate` says otherwise. Ignored rows cost no matrix work on a CPU, nor on Hopper GPUs with 16-bit
  * inputs and most options; elsewhere they are multiplied as zeros. A logit is never rounded below
  * fp32 before the softmax.
- * allow_tf32: on CUDA, products of fp32 inputs may round them, and dz, to TF32 (11 bits); sums stay
- * fp32. 0: products in full fp32. Ignored for 16-bit inputs and on the CPU.
+ * allow_tf32: on CUDA, products of fp32 inputs may round their operands (the inputs, and dz, the
+ * gradient of the logits) to TF32, 11 bits; sums stay fp32. 0: products in full fp32. Ignored for 16-bit
+ * inputs and on the CPU.
  * accumulate_into_dweight: add to dweight, which is then fp32 (a "main gradient"), instead of
  * overwriting it.
  * budget: the most bytes of workspace that the call may take; 0: whatever is fastest. Results
@@ -479,18 +487,20 @@ RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *fou
  * smallest chunk needs; the message says how much that is.
  */
 
-/* With class_group, fast is taken if all logits of the rank fit the workspace, and compact else. */
+/* With class_group, auto takes fast if the workspace can hold all logits of the rank, else compact. */
 typedef enum rafter_lce_mode {
     RAFTER_LCE_AUTO = 0,
-    RAFTER_LCE_FAST = 1, /* gradients beside the loss, over chunks of rows: 3 matrix products */
-    /* statistics first, then gradients over slices of the vocabulary: 4 matrix products, least
-     * memory */
+    RAFTER_LCE_FAST = 1, /* loss and gradients of one group of rows after the other: 3 matrix products */
+    /* statistics of all rows, then gradients of one slice of the classes after the other: 4 matrix
+     * products, least memory */
     RAFTER_LCE_COMPACT = 2
 } rafter_lce_mode;
 
 typedef enum rafter_lce_accumulate {
     RAFTER_ACCUMULATE_F32 = 0,
-    RAFTER_ACCUMULATE_NATIVE = 1 /* between chunks, in the gradient's own dtype: less memory for a stated error */
+    /* Sums from group to group, or slice to slice, are kept in the gradient's own dtype: less memory, and an
+     * error that docs/linear_cross_entropy.md states. */
+    RAFTER_ACCUMULATE_NATIVE = 1
 } rafter_lce_accumulate;
 
 typedef struct rafter_linear_cross_entropy_args {
@@ -498,13 +508,13 @@ typedef struct rafter_linear_cross_entropy_args {
     const rafter_loss_options *options; /* NULL: all defaults */
     rafter_lce_mode mode;
     rafter_lce_accumulate accumulate;
-    int32_t accumulate_into_dweight;
-    int32_t reserved; /* zero */
-    size_t budget;
-    const DLTensor *x;
-    const DLTensor *weight;
-    const DLTensor *bias;
-    const DLTensor *target;
+    int32_t accumulate_into_dweight; /* 0 or 1 */
+    int32_t reserved;                /* zero */
+    size_t budget;                   /* bytes; 0: no limit */
+    const DLTensor *x;               /* [..., D] */
+    const DLTensor *weight;          /* [V, D] */
+    const DLTensor *bias;            /* [V], optional */
+    const DLTensor *target;          /* from here to dloss: as in rafter_cross_entropy_args */
     const DLTensor *loss;
     const DLTensor *row_loss;
     const DLTensor *lse;
@@ -512,16 +522,16 @@ typedef struct rafter_linear_cross_entropy_args {
     const DLTensor *entropy;
     const DLTensor *argmax;
     const DLTensor *dloss;
-    const DLTensor *dx;
+    const DLTensor *dx; /* these three: forward and backward, optional */
     const DLTensor *dweight;
     const DLTensor *dbias;
     void *workspace;
     size_t workspace_bytes;
-    const DLTensor *dentropy;
-    int32_t allow_tf32; /* 0 or 1 */
-    int32_t reserved2;  /* zero */
-    void *saved;        /* see rafter_linear_cross_entropy_saved */
-    size_t saved_bytes;
+    const DLTensor *dentropy; /* upstream gradient of entropy; NULL: none */
+    int32_t allow_tf32;       /* 0 or 1 */
+    int32_t reserved2;        /* zero */
+    void *saved;              /* see rafter_linear_cross_entropy_saved */
+    size_t saved_bytes;       /* that `saved` has */
 } rafter_linear_cross_entropy_args;
 
 RAFTER_API rafter_status rafter_linear_cross_entropy_forward(rafter_context *context,
@@ -532,13 +542,14 @@ RAFTER_API rafter_status rafter_linear_cross_entropy_workspace(rafter_context *c
                                                                const rafter_linear_cross_entropy_args *args,
                                                                rafter_direction direction, size_t *bytes);
 
-/* For a forward call without gradients, and a later backward: forward stores the exponentials of
- * the logits in `saved`, memory of the context's device, and backward, given the same `saved` and
- * otherwise the same arguments, does not compute the logits again: 3 matrix products in all instead
- * of 4. *bytes: what `saved` must hold, about 2 N V; 0 if this call cannot use it (on a CPU, without
- * Hopper's kernels, for fp32 inputs, with a budget, with mode compact, with softcap and label
- * smoothing together); then leave `saved` NULL. `saved` begins at a multiple of 16 bytes. Backward
- * overwrites it. With dentropy it uses `saved` if it is given the entropy and there is no softcap. */
+/* For a forward call without gradients, and a later backward: forward stores the exponentials of the
+ * logits in `saved`, memory of the context's device, and backward, given the same `saved` and otherwise
+ * the same arguments, does not compute the logits again: 3 matrix products in all instead of 4.
+ * *bytes: what `saved` must hold, about 2 N V. 0: this call cannot use it; leave `saved` NULL. That is so
+ * on a CPU, without Hopper's kernels, for fp32 inputs, with a budget, with mode compact, and with softcap
+ * and label smoothing together unless inputs are bf16 and softcap * logit_scale is at most 40.
+ * `saved` begins at a multiple of 16 bytes. Backward overwrites it. With dentropy, backward uses `saved`
+ * only if it is given the entropy and there is no softcap. */
 RAFTER_API rafter_status rafter_linear_cross_entropy_saved(rafter_context *context,
                                                            const rafter_linear_cross_entropy_args *args, size_t *bytes);
 
@@ -550,19 +561,19 @@ RAFTER_API rafter_status rafter_linear_cross_entropy_saved(rafter_context *conte
  *
  * x[B, N, H, D] (or [B, N, D], then H = 1 and y has no head dimension either), y[B, N, H, 2D] of
  * x's dtype. theta [H, D], [H, 1] or [1, D], fp32, bf16 or fp16. The position of token n is offset
- * + n, or positions[n] or positions[b, n] if given. The angle is the exact product, reduced:
- * position 10^6 is as accurate as position 1. f is any act; softmax runs over the feature dimension
- * D or over the sequence dimension N, see softmax_over.
- * Backward: dx (x's dtype) and, when not NULL, dtheta (theta's shape; fp32 or theta's dtype), from
- * x, theta and dy.
+ * + n, or positions[n] or positions[b, n] if given. The product of position and theta is reduced to an
+ * angle without rounding first: position 10^6 is as accurate as position 1. f is any act; softmax runs
+ * over the feature dimension D or over the sequence dimension N: see softmax_over.
+ * Backward: writes those of dx (x's dtype) and dtheta (theta's shape; fp32 or theta's dtype) that are not
+ * NULL, from x, theta and dy.
  */
 
 typedef enum rafter_softmax_over { RAFTER_OVER_FEATURE = 0, RAFTER_OVER_SEQUENCE = 1 } rafter_softmax_over;
 
 typedef enum rafter_lrpe_algorithm {
     RAFTER_LRPE_AUTO = 0,
-    RAFTER_LRPE_SP = 1, /* parallel over the sequence */
-    RAFTER_LRPE_BP = 2  /* block parallel: blocks of features walk the sequence */
+    RAFTER_LRPE_SP = 1, /* sequence parallel: a task has some tokens, with all features */
+    RAFTER_LRPE_BP = 2  /* block parallel: a task has some features, and walks the whole sequence */
 } rafter_lrpe_algorithm;
 
 typedef struct rafter_lrpe_cosine_args {
@@ -605,7 +616,7 @@ RAFTER_API rafter_status rafter_lrpe_cosine_workspace(rafter_context *context, c
 typedef struct rafter_scale_args {
     size_t size; /* sizeof(rafter_scale_args) */
     const DLTensor *x;
-    const DLTensor *factor; /* fp32, one element, of any number of dimensions */
+    const DLTensor *factor; /* fp32, one element, any number of dimensions */
     const DLTensor *y;
     void *workspace;
     size_t workspace_bytes;
