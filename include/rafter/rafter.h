@@ -53,10 +53,11 @@
  * Threads: a context serves one call at a time. Different contexts may be used from different
  * threads at the same time. All contexts share the library's worker threads; there are never more of
  * them than the context with the most `threads` asks for. Calls that run at the same time divide the
- * workers: no more threads run than there are processors, or than one of the contexts asks for, whichever
- * is more. If threads cannot be created, a call has fewer. After fork(), parent and child may go on calling, from
- * any thread; the child gets workers of its own. Workers handle no signals but faults and SIGPROF.
- * They end when the process exits or the library is unloaded; do not unload it during a call.
+ * workers: no more threads run than there are processors, or than one of the contexts asks for,
+ * whichever is more. If threads cannot be created, a call has fewer. After fork(), parent and child may
+ * go on calling, from any thread; the child gets workers of its own. Workers handle no signals but
+ * faults and SIGPROF. They end when the process exits or the library is unloaded; do not unload it
+ * during a call.
  *
  * Stack: a CPU call takes at most 32 KiB of its caller's stack.
  *
