@@ -66,7 +66,6 @@ struct WindowChoice {
     int resident = 0;
 
     /* Elements across which the lanes of one warp lie. */
-
     int64_t widest() const {
         return int64_t(WARP) * elements;
     }
