@@ -363,8 +363,9 @@ static void walk_op(const struct op_cases *op, const struct selection *s) {
         printf("%-22s %-28s served %lld problems, %lld checks\n", op->op, v->name, (long long)v->served,
                (long long)v->checks);
         fflush(stdout); /* if a time limit ends the walk, it has said which variants were done */
-        /* hopper_shared serves calls of several ranks only: tests/groups.c */
-        if (s->every == 1 && !batch_invariant && strcmp(v->name, "hopper_shared") != 0)
+        /* Variants for calls of several ranks: tests/groups.c. */
+        const bool for_ranks = strcmp(v->name, "hopper_shared") == 0 || strstr(v->name, "over_ranks");
+        if (s->every == 1 && !batch_invariant && !for_ranks)
             verdict(v->served > 0 || v->automatic, &(problem){.op = op}, v->name, "the whole walk",
                     "the variant served no problem");
         close_variant(v);
