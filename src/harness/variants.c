@@ -12,8 +12,8 @@ static const struct rafter_op *const ops[RAFTER_OP_COUNT] = {
 #undef RAFTER_OP
 };
 
-_Static_assert(VARIANTS_MOST == RAFTER_MOST_CONSIDERED && VARIANTS_MOST_OF_ALL == RAFTER_OP_COUNT * VARIANTS_MOST,
-               "no variant may be left out");
+_Static_assert((int)VARIANTS_MOST == (int)RAFTER_MOST_CONSIDERED, "a call names more variants than a walk covers");
+_Static_assert((int)VARIANTS_MOST_OF_ALL == (int)RAFTER_OP_COUNT * VARIANTS_MOST, "one place per op and variant");
 
 static const char *cuda_level(int level) {
     return level == RAFTER_LEVEL_sm80    ? "sm80"
