@@ -427,6 +427,8 @@ static void gradient_step(struct lce_run *run, int64_t group, int64_t slice, str
                                     .n = depth,
                                     .k = s.classes,
                                     .accumulate = dx.accumulate};
+        s.store_dx = dx.store;
+        s.add_dx = dx.add;
     }
     if (dweight.wanted) {
         float *const out = b->dweight + lce_out_bytes(f, run->plan->slice, depth) / 4 * dweight.part;
@@ -437,11 +439,9 @@ static void gradient_step(struct lce_run *run, int64_t group, int64_t slice, str
                                          .n = depth,
                                          .k = s.rows,
                                          .accumulate = dweight.accumulate};
+        s.store_dweight = dweight.store;
+        s.add_dweight = dweight.add || c->accumulate_into_dweight;
     }
-    s.store_dx = dx.store;
-    s.add_dx = dx.add;
-    s.store_dweight = dweight.store;
-    s.add_dweight = dweight.add || c->accumulate_into_dweight;
 
     plan_packing(&s, !stored_logits, dx.wanted, dweight.wanted);
     if (run->plan->few) {
