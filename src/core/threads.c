@@ -21,7 +21,10 @@ int rafter_default_threads(void) {
 /* The tasks of a call that runs on the host's threads, cut into ranges. Each thread first takes the tasks of its own
  * range in order, so that it writes adjacent memory and page faults of different threads do not contend. Then it takes
  * what is left of other ranges. */
-enum { MOST_RANGES = 64 };
+enum { MOST_RANGES = 64, LINE_BYTES = 64 };
+struct range {
+    _Alignas(LINE_BYTES) _Atomic int64_t next; /* task to take. Threads that share no range share no cache line. */
+};
 struct host_tasks {
     const rafter_context *context;
     int64_t tasks;
@@ -29,7 +32,7 @@ struct host_tasks {
     void *arg;
     struct rafter_fp fp; /* of the caller */
     int ranges;
-    _Atomic int64_t next[MOST_RANGES]; /* task to take, of each range */
+    struct range range[MOST_RANGES];
 };
 
 /* The first task of a range. */
@@ -40,8 +43,8 @@ static int64_t range_begin(const struct host_tasks *t, int range) {
 
 static void take_range(struct host_tasks *t, int range) {
     const int64_t end = range_begin(t, range + 1);
-    while (atomic_load_explicit(&t->next[range], memory_order_relaxed) < end) {
-        const int64_t task = atomic_fetch_add_explicit(&t->next[range], 1, memory_order_relaxed);
+    while (atomic_load_explicit(&t->range[range].next, memory_order_relaxed) < end) {
+        const int64_t task = atomic_fetch_add_explicit(&t->range[range].next, 1, memory_order_relaxed);
         if (task < end)
             t->body(t->arg, task);
     }
@@ -70,7 +73,7 @@ void rafter_parallel(const rafter_context *context, int64_t tasks, void (*body)(
     const int32_t count = tasks < context->threads ? (int32_t)tasks : context->threads;
     t.ranges = count < MOST_RANGES ? count : MOST_RANGES;
     for (int range = 0; range < t.ranges; range++)
-        t.next[range] = range_begin(&t, range);
+        t.range[range].next = range_begin(&t, range);
     if (count > 1)
         context->parallel(context->parallel_user, count, take_tasks, &t);
     take_tasks(&t, 0); /* what the host has left */
