@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fake kernels and gradients of the ops, in the order of include/rafter/rafter.h. Arguments are
-those of the schemas in ops.cpp; trailing arguments may be missing if they have their default
+those of the schemas in python/src; trailing arguments may be missing if they have their default
 value."""
 import torch
 

@@ -26,7 +26,7 @@ RELU, SIGMOID, SILU, SOFTMAX = ACTS["relu"], ACTS["sigmoid"], ACTS["silu"], ACTS
 MEAN, NONE = REDUCTIONS["mean"], REDUCTIONS["none"]
 COMPACT = MODES["compact"]
 
-# Bits of the ops' `grads` and `which` arguments, as in ops.cpp.
+# Bits of the ops' `grads` and `which` arguments, as in ops.h and linear_cross_entropy.cpp.
 DX, DWEIGHT, DBIAS = GRADIENTS = 1, 2, 4
 ROW_LOSS, LOGPROB, ENTROPY, ARGMAX = STATISTICS = 1, 2, 4, 8
 
@@ -41,7 +41,7 @@ def pick(table, name, given):
 
 class LossOptions(NamedTuple):
     """The options of both losses. Order and defaults are those of the op schemas (LOSS_OPTIONS
-    in ops.cpp)."""
+    in python/src/ops.h)."""
 
     weight: Optional[Tensor] = None
     row_weight: Optional[Tensor] = None
@@ -57,7 +57,7 @@ class LossOptions(NamedTuple):
 
 
 class LinearOptions(NamedTuple):
-    """The further options of linear_cross_entropy (LINEAR_OPTIONS in ops.cpp)."""
+    """The further options of linear_cross_entropy (LINEAR_OPTIONS in linear_cross_entropy.cpp)."""
 
     mode: int = 0
     accumulate: int = 0

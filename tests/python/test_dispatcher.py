@@ -61,7 +61,7 @@ def test_every_op_has_samples():
 
 
 def test_options_match_the_schemas():
-    """LossOptions has the order and the defaults of the schemas in ops.cpp."""
+    """LossOptions has the order and the defaults of the schemas in python/src."""
     linear = ("lce_mode", *LinearOptions._fields[1:])
     all_options = LossOptions._fields + linear
     for name in ("cross_entropy", "cross_entropy_stats", "cross_entropy_backward", "cross_entropy_backward_"):
