@@ -2,7 +2,8 @@
 /*
  * The device side of loss.c, in the notation of loss.h: labels, options, and the formulas that lead from
  * the statistics of a row to its outputs and gradient coefficients. Computed in double, usually by
- * one thread per row. What is computed per column is in columns.cuh and in the ops.
+ * one thread per row. What is computed per column is in columns.cuh and in the ops,
+ * sums over rows are in loss_sums.cuh.
  */
 #ifndef RAFTER_OPS_LOSS_CUH
 #define RAFTER_OPS_LOSS_CUH
@@ -466,7 +467,7 @@ DEVICE RowGradient gradient_from_lse(const Loss &loss, double common, int64_t ro
     return gradient_of(loss, terms, z, pivot, 1.0 + left, lse, entropy);
 }
 
-/* Whether backward can use the given lse: see lse_is_accurate in cross_entropy/op.c. */
+/* Whether backward can use the given lse: see lse_is_accurate in cross_entropy/cpu_run.c. */
 template <typename T> DEVICE bool lse_is_accurate(float lse) {
     const float bound = sizeof(T) == 4 ? 0x1p6f : __is_same(T, bf16) ? 0x1p11f : 0x1p8f;
     return fabsf(lse) <= bound;

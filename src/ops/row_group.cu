@@ -5,8 +5,8 @@
  * loss. Both sums run in rank order, in fp64, on every rank alike.
  */
 #include "cuda/launch.cuh"
-#include "ops/columns.cuh"
 #include "ops/loss_group.cuh"
+#include "ops/loss_sums.cuh"
 
 namespace {
 

@@ -8,6 +8,7 @@
 #include "cuda/row_classes.cuh"
 #include "cuda/variant.cuh"
 #include "ops/columns.cuh"
+#include "ops/loss_sums.cuh"
 #include "ops/cross_entropy/call.h"
 
 namespace {

@@ -11,6 +11,7 @@
 #include "core/sizes.h"
 #include "cuda/row_statistics.cuh"
 #include "ops/columns.cuh"
+#include "ops/loss_sums.cuh"
 
 namespace lce {
 

@@ -5,6 +5,7 @@
 #define RAFTER_LCE_CUDA_FINISH_ROW_CUH
 
 #include "ops/columns.cuh"
+#include "ops/loss_sums.cuh"
 
 namespace lce {
 
