@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "ops/linear_cross_entropy/plan.h"
+#include "ops/linear_cross_entropy/cpu_plan.h"
 
 static int check(const struct lce_format *f, int64_t m, int64_t n, int64_t k) {
     const struct lce_product job = {.m = m, .n = n, .k = k};

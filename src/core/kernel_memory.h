@@ -11,7 +11,7 @@
 
 enum {
     RAFTER_KERNEL_BYTES = 104 << 10, /* for the kernel (cpu.c) */
-    RAFTER_TASK_BYTES = 32 << 10,    /* for the task that calls the kernel (op.c) */
+    RAFTER_TASK_BYTES = 32 << 10,    /* for the task that calls the kernel (cpu_run.c) */
     RAFTER_THREAD_BYTES = RAFTER_KERNEL_BYTES + RAFTER_TASK_BYTES
 };
 

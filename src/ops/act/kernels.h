@@ -1,16 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The interface between act's op.c and its CPU kernels. */
+/* The interface between act's cpu_run.c and its CPU kernels. */
 #ifndef RAFTER_ACT_KERNELS_H
 #define RAFTER_ACT_KERNELS_H
 
-#include <stdbool.h>
-#include <stdint.h>
-
-#include "rafter/rafter.h"
-
-/* The tensors of a call. Forward: x (ACT_IN) and y (ACT_OUT). Backward: dy, dx (ACT_OUT) and, if it
- * reads more than dy, x or the y of softmax (ACT_IN). */
-enum { ACT_IN, ACT_DY, ACT_OUT, ACT_TENSORS };
+#include "ops/act/call.h"
 
 /* A block of rows x columns elements: the same part of every tensor of the call. */
 struct act_block {

@@ -32,7 +32,7 @@ static inline bool cross_entropy_gradient_buffered(const struct cross_entropy_ro
     return row->z_stride != 1 || row->dz_stride != 1 || row->softcap != 0.0f || row->scale != 1.0f || row->weight;
 }
 
-/* A block of adjacent rows (see op.c): the most rows, and the most elements that are transposed into a buffer at a
+/* A block of adjacent rows (see cpu_run.c): the most rows, and the most elements that are transposed into a buffer at a
  * time. */
 enum { CROSS_ENTROPY_BLOCK_ROWS = 16, CROSS_ENTROPY_BLOCK = 7168 };
 

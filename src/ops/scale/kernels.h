@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The interface between scale's op.c and its CPU kernels. */
+/* The interface between scale's cpu_run.c and its CPU kernels. */
 #ifndef RAFTER_SCALE_KERNELS_H
 #define RAFTER_SCALE_KERNELS_H
 

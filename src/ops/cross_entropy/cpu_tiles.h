@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* CPU calls that run in tiles, many rows at once: cpu_run.c plans and runs them, cpu_tile.h has the kernel. */
-#ifndef RAFTER_CROSS_ENTROPY_TILES_H
-#define RAFTER_CROSS_ENTROPY_TILES_H
+/* CPU calls that run in tiles, many rows at once: cpu_tiles.c plans and runs them, cpu_tile.h has the kernel. */
+#ifndef RAFTER_CROSS_ENTROPY_CPU_TILES_H
+#define RAFTER_CROSS_ENTROPY_CPU_TILES_H
 
 #include "ops/cross_entropy/kernels.h"
 

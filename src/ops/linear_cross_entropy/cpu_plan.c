@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "ops/linear_cross_entropy/plan.h"
+#include "ops/linear_cross_entropy/cpu_plan.h"
 
 #include "ops/loss_group.h"
 

@@ -28,8 +28,8 @@
  * statistics of a tile are merged block by block. So they do not depend on the plan, and those of tiles
  * are merged as a tree (loss_group.h): bits do not depend on which rank has a tile.
  */
-#ifndef RAFTER_LCE_PLAN_H
-#define RAFTER_LCE_PLAN_H
+#ifndef RAFTER_LCE_CPU_PLAN_H
+#define RAFTER_LCE_CPU_PLAN_H
 
 #include "ops/linear_cross_entropy/kernels.h"
 #include "ops/loss.h"
