@@ -7,7 +7,7 @@ set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 file(GLOB cuda_kernels CONFIGURE_DEPENDS src/ops/*/cuda/kernels/*.cu) # kernels that several variants share
-set(cuda_sources src/cuda/backend.cu src/cuda/products.cu src/ops/row_group.cu ${cuda_variants} ${cuda_kernels})
+set(cuda_sources src/cuda/backend.cu src/cuda/cublaslt_products.cu src/ops/row_group.cu ${cuda_variants} ${cuda_kernels})
 if(RAFTER_CUDA STREQUAL "EMULATED")
   include(tests/emulator/emulator.cmake)
   rafter_emulate(${cuda_sources} src/harness/gpu.cu)

@@ -54,7 +54,7 @@ walk() {
 # none is a failure.
 served() {
     cat "$logs"/walk-*.log | awk '$3 == "served" { sum[$1 " " $2] += $4 }
-        END { for (name in sum) { printf "%-52s %8d problems\n", name, sum[name]; bad += sum[name] == 0 && name !~ / (auto|hopper_shared)$/ }
+        END { for (name in sum) { printf "%-52s %8d problems\n", name, sum[name]; bad += sum[name] == 0 && name !~ / (auto|hopper_over_ranks)$/ }
               print bad + 0, "variants served no problem"; exit (bad > 0) }'
 }
 
@@ -73,7 +73,7 @@ sanitize() {
         # shellcheck disable=SC2086
         job "$tool-$op" 100 compute-sanitizer --tool "$tool" $except --error-exitcode 9 "$walk" "$op" --device cuda --each "$each"
     done
-    # hopper_shared serves calls of several ranks only.
+    # hopper_over_ranks serves calls of several ranks only.
     # shellcheck disable=SC2086
     job "$tool-groups" 100 compute-sanitizer --tool "$tool" $except --error-exitcode 9 "$build/tests/test_groups" linear_cross_entropy \
         --device cuda --every "${GROUPS_EVERY:-997}"
@@ -88,7 +88,7 @@ visited() {
     local op variant missing=
     for op in $op_names; do
         while read -r variant; do
-            [ "$variant" != hopper_shared ] || continue # test_groups
+            [ "$variant" != hopper_over_ranks ] || continue # test_groups
             grep -qE "^$op +$variant +served [1-9]" "$logs/$1-$op.log" || missing+=" $op/$variant"
         done < <(sed -n 's/^CUDA(\([a-z0-9_]*\),.*/\1/p' "$root/src/ops/$op/variants.inc")
     done

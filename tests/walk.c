@@ -364,7 +364,7 @@ static void walk_op(const struct op_cases *op, const struct selection *s) {
                (long long)v->checks);
         fflush(stdout); /* if a time limit ends the walk, it has said which variants were done */
         /* Variants for calls of several ranks: tests/groups.c. */
-        const bool for_ranks = strcmp(v->name, "hopper_shared") == 0 || strstr(v->name, "over_ranks");
+        const bool for_ranks = strcmp(v->name, "hopper_over_ranks") == 0 || strstr(v->name, "over_ranks");
         if (s->every == 1 && !batch_invariant && !for_ranks)
             verdict(v->served > 0 || v->automatic, &(problem){.op = op}, v->name, "the whole walk",
                     "the variant served no problem");

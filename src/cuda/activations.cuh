@@ -10,7 +10,7 @@
 #ifndef RAFTER_CUDA_ACTIVATIONS_CUH
 #define RAFTER_CUDA_ACTIVATIONS_CUH
 
-#include "cuda/vocabulary.cuh"
+#include "cuda/primitives.cuh"
 #include "rafter/rafter.h"
 
 /* With e = e^-|x| and r = 1 / (1 + e): sigmoid(|x|) = r and sigmoid(-|x|) = e r. Neither overflows

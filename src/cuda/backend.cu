@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The functions that librafter calls (struct rafter_cuda): opening contexts, scratch memory, running a call. */
 #include "cuda/backend.cuh"
-#include "cuda/products.cuh"
+#include "cuda/cublaslt_products.cuh"
 
 #include <cuda_runtime.h>
 

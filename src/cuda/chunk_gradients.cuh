@@ -26,8 +26,8 @@
 
 /* Each warp has room in shared memory for two chunks of the input, one of the result, and the coefficients of a
  * batch. */
-constexpr int GRADIENT_SIDES = 2, COEFFICIENT_BYTES = 32;
-constexpr int GRADIENT_PLACES = (GRADIENT_SIDES + 1) * CHUNK_BYTES + WARP * COEFFICIENT_BYTES;
+constexpr int GRADIENT_STAGES = 2, COEFFICIENT_BYTES = 32;
+constexpr int GRADIENT_PLACES = (GRADIENT_STAGES + 1) * CHUNK_BYTES + WARP * COEFFICIENT_BYTES;
 
 static inline size_t chunk_gradients_shared() {
     return size_t(GRADIENT_PLACES) * (CHUNK_THREADS / WARP);
@@ -134,8 +134,8 @@ DEVICE void write_chunks(Op &op, const GradientChunks &g, uint4 *shared_memory) 
     const int step = gridDim.x * (CHUNK_THREADS / WARP) * t.batch;
     int base = (blockIdx.x * (CHUNK_THREADS / WARP) + warp) * t.batch;
     const unsigned places = own_places(shared_memory, GRADIENT_PLACES);
-    const unsigned results = places + GRADIENT_SIDES * CHUNK_BYTES, coefficients = results + CHUNK_BYTES;
-    ChunkLoader<T, LANES, GRADIENT_SIDES> loader(t, places, base, step);
+    const unsigned results = places + GRADIENT_STAGES * CHUNK_BYTES, coefficients = results + CHUNK_BYTES;
+    ChunkLoader<T, LANES, GRADIENT_STAGES> loader(t, places, base, step);
     const auto load_row = [&](int first) {
         return mine < t.batch && first + mine < t.rows ? op.load_row(first + mine) : op.no_row();
     };
@@ -154,7 +154,7 @@ DEVICE void write_chunks(Op &op, const GradientChunks &g, uint4 *shared_memory) 
         for (int s = 0; s * ROWS < t.batch && base + s * ROWS < t.rows; s++) {
             __syncwarp(); /* all lanes have read the places that are filled next */
             loader.start();
-            copy_wait<GRADIENT_SIDES - 1>();
+            copy_wait<GRADIENT_STAGES - 1>();
             __syncwarp();
             const int first = base + s * ROWS, present = min(t.rows - first, ROWS);
             if (lane / LANES < present) {
@@ -169,7 +169,7 @@ DEVICE void write_chunks(Op &op, const GradientChunks &g, uint4 *shared_memory) 
             }
             __syncwarp();
             store_chunk<T, LANES>(g.out, first, present, results);
-            side = side == (GRADIENT_SIDES - 1) * CHUNK_BYTES ? 0 : side + CHUNK_BYTES;
+            side = side == (GRADIENT_STAGES - 1) * CHUNK_BYTES ? 0 : side + CHUNK_BYTES;
         }
         row = following;
     }

@@ -7,7 +7,7 @@
 #ifndef RAFTER_CUDA_CLUSTER_CUH
 #define RAFTER_CUDA_CLUSTER_CUH
 
-#include "cuda/vocabulary.cuh"
+#include "cuda/primitives.cuh"
 
 DEVICE unsigned cluster_rank() {
     unsigned rank;

@@ -15,14 +15,14 @@
 
 #include "cuda/slabs.cuh"
 
-constexpr int COLUMNS = 4;                 /* rows per thread */
-constexpr int LOOSE_ROWS = COLUMNS * WARP; /* loose rows per warp */
+constexpr int ROWS_PER_THREAD = 4;
+constexpr int LOOSE_ROWS = ROWS_PER_THREAD * WARP; /* loose rows per warp */
 
 /* As a kernel argument. */
 struct ColumnPacks {
     Slabs slabs;
     bool loose;
-    unsigned packs;   /* groups of COLUMNS rows, one per thread; loose ones may have fewer rows */
+    unsigned packs;   /* groups of ROWS_PER_THREAD rows, one per thread; loose ones may have fewer rows */
     Divisor by_inner; /* packs of a slab; loose: warps of a slab */
     int length;       /* elements of a row */
     int parts, part;  /* parts that rows are cut into, for gradients; elements of a part (the last may have fewer) */
@@ -41,12 +41,12 @@ struct ColumnChoice {
 
 /* Whether some packs of four adjacent rows would not be aligned. */
 static inline bool are_loose(const Slabs &s, int tensors, int bytes) {
-    bool whole = s.inner % COLUMNS == 0;
+    bool whole = s.inner % ROWS_PER_THREAD == 0;
     for (int t = 0; t < tensors; t++) {
-        whole = whole && reinterpret_cast<uintptr_t>(s.data[t]) % (COLUMNS * bytes) == 0 &&
-                (s.length <= 1 || s.step[t] % COLUMNS == 0);
+        whole = whole && reinterpret_cast<uintptr_t>(s.data[t]) % (ROWS_PER_THREAD * bytes) == 0 &&
+                (s.length <= 1 || s.step[t] % ROWS_PER_THREAD == 0);
         for (int d = 0; d < s.walk.dims; d++)
-            whole = whole && (s.walk.size[d] <= 1 || s.walk.stride[t][d] % COLUMNS == 0);
+            whole = whole && (s.walk.size[d] <= 1 || s.walk.stride[t][d] % ROWS_PER_THREAD == 0);
     }
     return !whole;
 }
@@ -74,7 +74,7 @@ static inline ColumnPacks column_packs_of(const Slabs &s, const ColumnChoice &ho
     ColumnPacks c = {};
     c.slabs = s;
     c.loose = are_loose(s, how.tensors, bytes);
-    const int64_t of_slab = c.loose ? ceil_div<int64_t>(s.inner, LOOSE_ROWS) : s.inner / COLUMNS;
+    const int64_t of_slab = c.loose ? ceil_div<int64_t>(s.inner, LOOSE_ROWS) : s.inner / ROWS_PER_THREAD;
     c.packs = static_cast<unsigned>(s.outer * of_slab * (c.loose ? WARP : 1));
     c.by_inner = Divisor(of_slab);
     c.length = static_cast<int>(s.length);
@@ -115,19 +115,20 @@ struct ColumnPart {
     }
 };
 
-/* The four rows of pack `index`: the addresses of their first elements in the input and the gradient, and the number of
+/* The rows of pack `index`: the addresses of their first elements in the input and the gradient, and the number of
  * the first row. */
-template <typename T, bool LOOSE> struct PlacedColumns {
+template <typename T, bool LOOSE> struct FourRows {
     const ColumnPacks &c;
     const T *x;
     T *dx;
     int row;
     int count; /* rows that exist: four, or fewer if LOOSE */
 
-    DEVICE PlacedColumns(const ColumnPacks &columns, unsigned index) : c(columns) {
+    DEVICE FourRows(const ColumnPacks &columns, unsigned index) : c(columns) {
         const unsigned pack = LOOSE ? index / WARP : index, slab = c.by_inner.quotient(pack);
         const int of_slab = static_cast<int>(pack - slab * c.by_inner.number),
-                  column = LOOSE ? of_slab * LOOSE_ROWS + static_cast<int>(threadIdx.x % WARP) : of_slab * COLUMNS;
+                  column =
+                      LOOSE ? of_slab * LOOSE_ROWS + static_cast<int>(threadIdx.x % WARP) : of_slab * ROWS_PER_THREAD;
         int64_t offset[3];
         c.slabs.walk.offsets(slab, offset);
         x = c.slabs.at<const T>(0, offset[0]) + column;
@@ -135,7 +136,7 @@ template <typename T, bool LOOSE> struct PlacedColumns {
         row = static_cast<int>(offset[2]) + column;
         count = 0;
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
+        for (int j = 0; j < ROWS_PER_THREAD; j++)
             count += column + apart(j) < static_cast<int>(c.slabs.inner);
     }
     /* The distance from the first row to row j. */
@@ -146,22 +147,22 @@ template <typename T, bool LOOSE> struct PlacedColumns {
         return !LOOSE || j < count;
     }
     /* Loads elements l, l + 1, ... of the rows; -inf from `to` on. */
-    template <int STEPS> DEVICE void load(Pack<T, COLUMNS> (&packs)[STEPS], int l, int to) const {
+    template <int STEPS> DEVICE void load(Pack<T, ROWS_PER_THREAD> (&packs)[STEPS], int l, int to) const {
         const T *p = x + l * c.slabs.step[0];
 #pragma unroll
         for (int k = 0; k < STEPS; k++, p += c.slabs.step[0]) {
             if constexpr (LOOSE) {
 #pragma unroll
-                for (int j = 0; j < COLUMNS; j++)
+                for (int j = 0; j < ROWS_PER_THREAD; j++)
                     packs[k].v[j] = load_once_if<T, 1>(l + k < to && has(j), p + apart(j), -INFINITY).v[0];
             } else {
-                packs[k] = load_once_if<T, COLUMNS>(l + k < to, p, -INFINITY);
+                packs[k] = load_once_if<T, ROWS_PER_THREAD>(l + k < to, p, -INFINITY);
             }
         }
     }
     /* Calls f(l, packs) for elements [from, to) of the rows, STEPS at a time. The first packs have been loaded. */
     template <int STEPS, typename F>
-    DEVICE void for_columns(Pack<T, COLUMNS> (&packs)[STEPS], int from, int to, F f) const {
+    DEVICE void for_packs(Pack<T, ROWS_PER_THREAD> (&packs)[STEPS], int from, int to, F f) const {
         f(from, packs);
 #pragma unroll 1
         for (int l = from + STEPS; l < to; l += STEPS) {
@@ -170,25 +171,25 @@ template <typename T, bool LOOSE> struct PlacedColumns {
         }
     }
     /* Stores one number per row. `to`: the place of the first row's number. load_numbers is the reverse. */
-    template <typename U> DEVICE void store(U *to, const Pack<U, COLUMNS> &pack) const {
+    template <typename U> DEVICE void store(U *to, const Pack<U, ROWS_PER_THREAD> &pack) const {
         if constexpr (LOOSE) {
 #pragma unroll
-            for (int j = 0; j < COLUMNS; j++)
+            for (int j = 0; j < ROWS_PER_THREAD; j++)
                 if (has(j))
                     to[apart(j)] = pack.v[j];
         } else {
-            store_once<U, COLUMNS>(to, pack);
+            store_once<U, ROWS_PER_THREAD>(to, pack);
         }
     }
-    template <typename U> DEVICE Pack<U, COLUMNS> load_numbers(const U *from) const {
+    template <typename U> DEVICE Pack<U, ROWS_PER_THREAD> load_numbers(const U *from) const {
         if constexpr (LOOSE) {
-            Pack<U, COLUMNS> pack;
+            Pack<U, ROWS_PER_THREAD> pack;
 #pragma unroll
-            for (int j = 0; j < COLUMNS; j++)
+            for (int j = 0; j < ROWS_PER_THREAD; j++)
                 pack.v[j] = has(j) ? from[apart(j)] : from_float<U>(0.0f);
             return pack;
         } else {
-            return load_once<U, COLUMNS>(from);
+            return load_once<U, ROWS_PER_THREAD>(from);
         }
     }
 };

@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(GATHER_THREADS)
     for (unsigned i = blockIdx.x * GATHER_THREADS + threadIdx.x; i < packs; i += gridDim.x * GATHER_THREADS) {
         const unsigned first = head + i * N, row = n.quotient(first), column = first - row * n.number;
         Pack<T, N> in[INPUTS];
-        PackAnywhere<T> dense[INPUTS];
+        UnalignedPack<T> dense[INPUTS];
 #pragma unroll
         for (int t = 0; t < INPUTS; t++) {
             const T *from = tensors.template input<T>(t);

@@ -6,7 +6,8 @@
 #include <type_traits>
 
 #include "cuda/launch.cuh"
-#include "cuda/pack_anywhere.cuh"
+#include "cuda/unaligned_pack.cuh"
+#include "cuda/view_layout.cuh"
 
 namespace elementwise {
 
@@ -39,9 +40,9 @@ template <typename T> DEVICE Pack<T, WIDE<T>> all_same(T value) {
 /* A pack of an input that is being loaded: adjacent elements, or one element that is expanded. load() issues the loads,
  * get() waits for them. PACKED: the pack is aligned. */
 template <typename T, bool PACKED> struct Operand {
-    /* load() already makes the pack, so that it must be kept, not its parts: see PackAnywhere<float>. */
+    /* load() already makes the pack, so that it must be kept, not its parts: see UnalignedPack<float>. */
     static constexpr bool AT_ONCE = PACKED || !NARROW<T>;
-    typename std::conditional<AT_ONCE, Pack<T, WIDE<T>>, PackAnywhere<T>>::type pack;
+    typename std::conditional<AT_ONCE, Pack<T, WIDE<T>>, UnalignedPack<T>>::type pack;
     Pack<T, 1> one; /* the expanded element, unless AT_ONCE */
 
     template <int INPUTS> DEVICE void load(const Tensors<INPUTS> &tensors, int t, const T *row, int64_t column) {
@@ -57,7 +58,7 @@ template <typename T, bool PACKED> struct Operand {
         } else if constexpr (PACKED) {
             pack = load_once<T, WIDE<T>>(row + column);
         } else {
-            PackAnywhere<T> anywhere;
+            UnalignedPack<T> anywhere;
             anywhere.load(true, row + column, begin, end);
             pack = anywhere.get(begin, end);
         }

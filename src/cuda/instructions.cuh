@@ -239,7 +239,7 @@ template <int THREADS> DEVICE void sync_some(int number) {
 }
 
 /* Programmatic dependent launch: a kernel may start before the previous one has ended (launch in launch.cuh). Rules:
- *   The first kernel of a call begins with wait_for_inputs (vocabulary.cuh).
+ *   A kernel that may be the first of a call calls wait_for_inputs (primitives.cuh) before any access to global memory.
  *   A later kernel calls wait_for_previous_kernel before it uses results of the previous one. It may read the call's
  *   inputs at once, because the first kernel has waited for them.
  *   Every kernel waits before it ends, and the first one waits before it lets the next kernel start.

@@ -1,35 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Host helpers of the CUDA ops: fast division, dispatch on dtype, kernel launch, alignment of views, walks over
- * dimensions. */
+/* Launching kernels: dispatch on dtype, launch shapes, dynamic shared memory, programmatic dependent launch. */
 #ifndef RAFTER_CUDA_LAUNCH_CUH
 #define RAFTER_CUDA_LAUNCH_CUH
 
 #include <atomic>
+#include <type_traits>
 
 #include "core/sizes.h"
 #include "core/tensor.h"
 #include "cuda/backend.cuh"
-#include "cuda/vocabulary.cuh"
-
-/* Division of numbers below 2^31 by a divisor that the host knows: two instructions instead of
- * twenty. `number` is the divisor. */
-struct Divisor {
-    unsigned number, multiplier;
-    int shift;
-
-    Divisor() : Divisor(1) {
-    }
-    explicit Divisor(int64_t divisor) : number(static_cast<unsigned>(divisor)), multiplier(0), shift(0) {
-        while (shift < 31 && static_cast<int64_t>(1) << shift < divisor)
-            shift++;
-        /* At most 1 above 2^(31 + shift) / divisor: no effect on dividends below 2^31. */
-        multiplier =
-            static_cast<unsigned>((static_cast<uint64_t>(1) << (31 + shift)) / static_cast<uint64_t>(divisor) + 1);
-    }
-    DEVICE unsigned quotient(unsigned a) const {
-        return static_cast<unsigned>((uint64_t)a * multiplier >> (31 + shift));
-    }
-};
+#include "cuda/primitives.cuh"
 
 /* Calls f(zero), where zero has the type that stores `dtype`. */
 template <typename F> auto for_dtype(rafter_dtype dtype, F f) {
@@ -43,6 +23,14 @@ template <typename F> auto for_dtype(rafter_dtype dtype, F f) {
 /* The same for the 16-bit dtypes. */
 template <typename F> auto for_16_bit(rafter_dtype dtype, F f) {
     return dtype == RAFTER_BF16 ? f(bf16()) : f(fp16());
+}
+
+/* Calls f(std::bool_constant<value>()). */
+template <typename F> void for_bool(bool value, F f) {
+    if (value)
+        f(std::true_type());
+    else
+        f(std::false_type());
 }
 
 /* A grid that is too large becomes 0 instead of wrapping around: the runtime refuses it. */
@@ -158,70 +146,12 @@ static inline void fill_bytes(const rafter_context *context, void *memory, int v
         state->failed = cudaMemsetAsync(memory, value, bytes, state->stream) != cudaSuccess;
 }
 
-/* Whether rows along dimension dims - 1 consist of aligned packs of 16 bytes. Later dimensions are ignored. */
-static inline bool allows_wide_access(const rafter_view &view, int dims) {
-    const int64_t wide = 16 / rafter_dtype_bytes(view.dtype);
-    bool all = reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
-    for (int d = 0; d < dims; d++)
-        all = all && (view.shape[d] == 1 || (d == dims - 1 ? view.stride[d] == 1 : view.stride[d] % wide == 0));
-    return all && view.shape[dims - 1] % wide == 0;
-}
-
-/* Whether each row of `a` has the same offset from a 16-byte boundary as the same row of `b`, so that aligned packs of
- * one are aligned packs of the other. If the leading dimensions of the two views were merged differently, their strides
- * cannot be compared one by one, and must all be multiples of 16 bytes. */
-static inline bool same_alignment(const rafter_view &a, const rafter_view &b) {
-    const int64_t bytes = rafter_dtype_bytes(a.dtype);
-    bool alike = (reinterpret_cast<uintptr_t>(a.data) - reinterpret_cast<uintptr_t>(b.data)) % 16 == 0;
-    bool comparable = a.ndim == b.ndim;
-    for (int d = 0; d < a.ndim && comparable; d++)
-        comparable = a.shape[d] == b.shape[d];
-    for (int d = 0; d < a.ndim - 1; d++)
-        alike = alike && (a.stride[d] - (comparable ? b.stride[d] : 0)) * bytes % 16 == 0;
-    for (int d = 0; d < b.ndim - 1 && !comparable; d++)
-        alike = alike && b.stride[d] * bytes % 16 == 0;
-    return alike;
-}
-
-/* The first of least, 2 * least, 4 * least, ... that is at least `a` or at least `most`. */
-static inline int power_at_least(int64_t a, int least, int most) {
-    while (least < a && least < most)
-        least *= 2;
-    return least;
-}
-
-/* The offsets, in up to three tensors, of items that are numbered in row-major order of some of their dimensions. */
-struct Walk {
-    int dims; /* at least one */
-    int64_t size[RAFTER_VIEW_DIMS], stride[3][RAFTER_VIEW_DIMS];
-
-    /* The offsets of item `index`, in elements. */
-    DEVICE void offsets(int64_t index, int64_t (&at)[3]) const {
-        at[0] = at[1] = at[2] = 0;
-#pragma unroll 1
-        for (int d = dims - 1; d > 0; d--) {
-            const int64_t outer = quotient(index, size[d]), inner = index - outer * size[d];
-            index = outer;
-            for (int t = 0; t < 3; t++)
-                at[t] += inner * stride[t][d];
-        }
-        for (int t = 0; t < 3; t++)
-            at[t] += index * stride[t][0];
-    }
-};
-
-/* The walk over dimensions [from, to) of the views. A view may be NULL. */
-static inline Walk walk_over(const rafter_view *const views[3], int from, int to) {
-    Walk walk = {};
-    walk.dims = to - from;
-    walk.size[0] = 1;
-    for (int d = from; d < to; d++)
-        for (int t = 0; t < 3; t++)
-            if (views[t]) {
-                walk.size[d - from] = views[t]->shape[d];
-                walk.stride[t][d - from] = views[t]->stride[d];
-            }
-    return walk;
+/* The smallest of first, 2 * first, 4 * first, ... that is at least `wanted`; `most`, which is one of them, if that is
+ * smaller. */
+static inline int power_at_least(int64_t wanted, int first, int most) {
+    while (first < wanted && first < most)
+        first *= 2;
+    return first;
 }
 
 #endif

@@ -8,7 +8,7 @@
 
 #include <float.h>
 
-#include "cuda/vocabulary.cuh"
+#include "cuda/primitives.cuh"
 
 /* Statistics of the LINES lines that a thread has elements of: a maximum, if HAS_MAX, and SUMS sums, which are relative
  * to the maximum. The maximum starts from the lowest finite number, so that -inf is never subtracted from -inf: a line

@@ -46,6 +46,7 @@
 #ifndef RAFTER_CUDA_PANEL_SOFTMAX_CUH
 #define RAFTER_CUDA_PANEL_SOFTMAX_CUH
 
+#include "cuda/division.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/line_statistics.cuh"
 

@@ -32,7 +32,7 @@
 
 constexpr int CHUNK_THREADS = 256;
 constexpr int CHUNK_PACKS = 5;                       /* most granules per lane */
-constexpr int CHUNK_SIDES = 3;                       /* chunks of a warp in shared memory */
+constexpr int CHUNK_STAGES = 3;                      /* chunks of a warp in shared memory */
 constexpr int CHUNK_BYTES = CHUNK_PACKS * WARP * 16; /* room for a chunk */
 constexpr int LONGEST_CHUNKED = CHUNK_BYTES - 64;    /* bytes of a row */
 
@@ -126,7 +126,7 @@ template <bool EACH = true, typename F> void for_chunk_lanes(int lanes, F f) {
 
 /* Bytes of shared memory of a block. */
 static inline size_t chunks_shared() {
-    return size_t(CHUNK_SIDES) * CHUNK_BYTES * (CHUNK_THREADS / WARP);
+    return size_t(CHUNK_STAGES) * CHUNK_BYTES * (CHUNK_THREADS / WARP);
 }
 
 /* ---- device ---------------------------------------------------------------------------------- */
@@ -154,13 +154,6 @@ DEVICE float max_of_row(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, const 
         max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
     return max;
 }
-template <int LANES> DEVICE float sum_of_lanes(float sum) {
-#pragma unroll
-    for (int step = LANES / 2; step > 0; step /= 2)
-        sum += __shfl_xor_sync(~0u, sum, step);
-    return sum;
-}
-
 /* Softmax statistics of a row: an Op::reduce. `total`, if not NULL, gets the sum of its elements. */
 template <int LANES, typename T, int N, int EDGES>
 DEVICE RowStats reduce_lanes(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, int valid,
@@ -375,12 +368,12 @@ template <class Op, typename T, int LANES> DEVICE void reduce_chunks(Op &op, con
     const int mine = own * ROWS + lane / LANES; /* the row of a batch that this lane finishes */
     const int step = gridDim.x * (CHUNK_THREADS / WARP) * t.batch;
     int base = (blockIdx.x * (CHUNK_THREADS / WARP) + warp) * t.batch;
-    ChunkLoader<T, LANES, CHUNK_SIDES> loader(t, own_places(shared_memory, CHUNK_SIDES * CHUNK_BYTES), base, step);
+    ChunkLoader<T, LANES, CHUNK_STAGES> loader(t, own_places(shared_memory, CHUNK_STAGES * CHUNK_BYTES), base, step);
     const auto load_row = [&](int first) {
         return mine < t.batch && first + mine < t.rows ? op.load_row(first + mine) : op.no_row();
     };
 #pragma unroll 1
-    for (int i = 1; i < CHUNK_SIDES; i++)
+    for (int i = 1; i < CHUNK_STAGES; i++)
         loader.start();
     typename Op::Row row = load_row(base);
     op.begin();
@@ -392,7 +385,7 @@ template <class Op, typename T, int LANES> DEVICE void reduce_chunks(Op &op, con
         for (int s = 0; s * ROWS < t.batch && base + s * ROWS < t.rows; s++) {
             __syncwarp(); /* all lanes have read the chunk whose place is filled next */
             loader.start();
-            copy_wait<CHUNK_SIDES - 1>();
+            copy_wait<CHUNK_STAGES - 1>();
             __syncwarp();
             const int first = base + s * ROWS;
             const ChunkRow<T, LANES> of_lane(place_in_chunk<T, LANES>(t, first, loader.places + side),
@@ -402,7 +395,7 @@ template <class Op, typename T, int LANES> DEVICE void reduce_chunks(Op &op, con
             const typename Op::Stats g = reduce_chunk_row<Op, T, LANES>(op, t, of_lane, own);
             if (own == s)
                 of_mine = g;
-            side = side == (CHUNK_SIDES - 1) * CHUNK_BYTES ? 0 : side + CHUNK_BYTES;
+            side = side == (CHUNK_STAGES - 1) * CHUNK_BYTES ? 0 : side + CHUNK_BYTES;
         }
         op.finish(row, base + mine, of_mine);
         row = following;

@@ -28,8 +28,8 @@
 #include "cuda/row_statistics.cuh"
 
 constexpr int STREAM_THREADS = 256;
-constexpr int STREAM_PACKS = 4; /* packs of a group: what a lane loads at a time */
-constexpr int STREAM_SIDES = 2; /* groups in shared memory: one is added, one is in flight */
+constexpr int STREAM_PACKS = 4;  /* packs of a group: what a lane loads at a time */
+constexpr int STREAM_STAGES = 2; /* groups in shared memory: one is added, one is in flight */
 
 /* As a kernel argument. */
 struct RowStream {
@@ -70,7 +70,7 @@ static inline RowStream stream_of(const Rows &x, int64_t rows, int64_t length, i
 
 /* Bytes of shared memory of a block. */
 static inline size_t stream_shared() {
-    return size_t(STREAM_SIDES) * STREAM_PACKS * 16 * STREAM_THREADS;
+    return size_t(STREAM_STAGES) * STREAM_PACKS * 16 * STREAM_THREADS;
 }
 
 /* ---- device ---------------------------------------------------------------------------------- */

@@ -11,7 +11,7 @@
 #ifndef RAFTER_CUDA_ROW_THREADS_CUH
 #define RAFTER_CUDA_ROW_THREADS_CUH
 
-#include "cuda/row_classes.cuh"
+#include "cuda/summation_order.cuh"
 #include "cuda/slabs.cuh"
 
 constexpr int ROW_THREADS_BLOCK = 256;

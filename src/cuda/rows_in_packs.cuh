@@ -10,7 +10,7 @@
 #ifndef RAFTER_CUDA_ROWS_IN_PACKS_CUH
 #define RAFTER_CUDA_ROWS_IN_PACKS_CUH
 
-#include "cuda/vocabulary.cuh"
+#include "cuda/primitives.cuh"
 
 /* COUNT adjacent numbers from index `first` on, of which the first `present` exist; the others are 0. */
 template <typename U, int COUNT> DEVICE Pack<U, COUNT> load_numbers(const void *data, int64_t first, int present) {

@@ -17,7 +17,7 @@
 #ifndef RAFTER_CUDA_SINCOS_CUH
 #define RAFTER_CUDA_SINCOS_CUH
 
-#include "cuda/vocabulary.cuh"
+#include "cuda/primitives.cuh"
 
 /* The angle that one position adds. */
 struct alignas(16) AngleStep {

@@ -25,7 +25,7 @@
 #ifndef RAFTER_CUDA_SLAB_KERNELS_CUH
 #define RAFTER_CUDA_SLAB_KERNELS_CUH
 
-#include "cuda/pack_anywhere.cuh"
+#include "cuda/unaligned_pack.cuh"
 #include "cuda/slab_tiles.cuh"
 
 /* ---- statistics ------------------------------------------------------------------------------ */

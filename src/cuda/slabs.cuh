@@ -16,6 +16,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/row_statistics.cuh"
+#include "cuda/view_layout.cuh"
 
 /* As a kernel argument. Index 0: the input, 1: its gradient. Strides are in elements. */
 struct Slabs {

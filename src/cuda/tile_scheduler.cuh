@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Which cluster sums which tile of a matrix product (tiles.cuh), and when: tile sizes, the scheduler, split
+ * Which cluster sums which tile of a matrix product (hopper_gemm.cuh), and when: tile sizes, the scheduler, split
  * tiles, the order of tiles, and the lockstep of clusters.
  */
 #ifndef RAFTER_CUDA_TILE_SCHEDULER_CUH
@@ -8,7 +8,7 @@
 
 #include "cuda/hopper.cuh"
 
-namespace tiles {
+namespace gemm {
 
 constexpr int ROWS = 128, COLUMNS = 256, DEPTH = 64; /* of a block's tile; elements of depth per step */
 constexpr int CLUSTER = 2, STEPS = 4;                /* blocks per cluster; steps in flight */
@@ -224,6 +224,6 @@ class ClusterLockstep {
 
 #endif /* __CUDA_ARCH_FEAT_SM90_ALL */
 
-} // namespace tiles
+} // namespace gemm
 
 #endif

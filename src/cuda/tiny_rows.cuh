@@ -21,8 +21,8 @@
 
 #include "cuda/slabs.cuh"
 
-constexpr int TINY_THREADS = 256, TINY_SIDES = 3; /* per block; tiles of the input in shared memory */
-constexpr int LONGEST_TINY = 32;                  /* elements of a row */
+constexpr int TINY_THREADS = 256, TINY_STAGES = 3; /* per block; tiles of the input in shared memory */
+constexpr int LONGEST_TINY = 32;                   /* elements of a row */
 
 /* Kernels are compiled for a few COUNTs, each for rows of up to COUNT elements. The COUNT for a length. */
 __host__ __device__ constexpr int tiny_count(int length) {
@@ -104,7 +104,7 @@ static inline TinyRows tiny_rows_of(const Slabs &s, int tensors, int bytes, int 
 }
 
 static inline size_t tiny_shared(const TinyRows &t) {
-    return size_t(TINY_SIDES) * t.side_bytes + t.gradient_bytes;
+    return size_t(TINY_STAGES) * t.side_bytes + t.gradient_bytes;
 }
 static inline int64_t tiny_blocks(const TinyRows &t, const rafter_cuda_state &device, int most_per_sm) {
     const int64_t fit = (device.shared_bytes + 1024) / (int64_t(tiny_shared(t)) + 2048);
@@ -256,13 +256,13 @@ DEVICE void tiny_rows(Op &op, const TinyRows &t, uint4 *shared_memory) {
     load(tile + gridDim.x, 1);
     load_rows(tile, row);
     op.begin();
-    for (int side = 0; tile < t.tiles; tile += gridDim.x, side = side == TINY_SIDES - 1 ? 0 : side + 1) {
+    for (int side = 0; tile < t.tiles; tile += gridDim.x, side = side == TINY_STAGES - 1 ? 0 : side + 1) {
         copy_wait<1>();
         __syncthreads(); /* the tile is there, and no thread uses the one before it */
-        load(tile + 2 * gridDim.x, side == 0 ? TINY_SIDES - 1 : side - 1);
+        load(tile + 2 * gridDim.x, side == 0 ? TINY_STAGES - 1 : side - 1);
         load_rows(tile + gridDim.x, following);
         const bool in_place = !GRADIENT || t.gradient_bytes == 0;
-        T *const results = side_at(in_place ? side : TINY_SIDES); /* after the sides */
+        T *const results = side_at(in_place ? side : TINY_STAGES); /* after the sides */
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             const int at = r * TINY_THREADS + threadIdx.x;

@@ -8,7 +8,7 @@
 
 #include <cfloat>
 
-#include "cuda/vocabulary.cuh"
+#include "cuda/primitives.cuh"
 
 struct TwoFloats {
     float high, low; /* low: much smaller than high, but it may exceed half a unit in high's last place */

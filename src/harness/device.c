@@ -130,7 +130,7 @@ void problem_leave_device(problem *p) {
 }
 
 /* Fills the arena with garbage, and enqueues a kernel that lets the next kernel start before it copies the tensors
- * there. So a call whose first kernel does not wait for its inputs (cuda/vocabulary.cuh) gives wrong results. */
+ * there. So a call whose first kernel does not wait for its inputs (cuda/primitives.cuh) gives wrong results. */
 static bool inputs_come_late(const rafter_context *context) {
     enum { GARBAGE = 0xff };
     static char *copy;

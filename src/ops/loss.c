@@ -471,7 +471,7 @@ const struct rafter_row_stats rafter_row_empty = {.max = -INFINITY, .best = -INF
 struct rafter_row_stats rafter_row_merge(const struct rafter_row_stats *a, const struct rafter_row_stats *b) {
     struct rafter_row_stats m = *a;
     m.max = a->max > b->max ? a->max : b->max;
-    m.weighted = a->weighted + b->weighted;
+    m.logit_sum = a->logit_sum + b->logit_sum;
     m.target = a->target + b->target;
     m.sum = m.moment = 0.0;
     const struct rafter_row_stats *const parts[] = {a, b};
@@ -514,7 +514,7 @@ double rafter_loss_write_row(const struct rafter_loss *loss, int64_t row, int64_
         value = (1.0 - s) * (double)rafter_loss_class_weight(loss, label) * nll;
         if (s != 0.0)
             value += s / (double)loss->all_classes *
-                     ((stats->max * loss->class_weight_sum - stats->weighted) + log_sum * loss->class_weight_sum);
+                     ((stats->max * loss->class_weight_sum - stats->logit_sum) + log_sum * loss->class_weight_sum);
         if (loss->z_loss != 0.0f)
             value += (double)loss->z_loss * lse * lse;
         value *= (double)row_weight(loss, row);

@@ -2,7 +2,7 @@
 /*
  * The device side of loss.c, in the notation of loss.h: labels, options, and the formulas that lead from
  * the statistics of a row to its outputs and gradient coefficients. Computed in double, usually by
- * one thread per row. What is computed per column is in columns.cuh and in the ops,
+ * one thread per row. What is computed per column is in loss_classes.cuh and in the ops,
  * sums over rows are in loss_sums.cuh.
  */
 #ifndef RAFTER_OPS_LOSS_CUH
@@ -40,7 +40,7 @@ DEVICE double loss_divisor(bool mean, const float *given, double weight) {
 struct LossNumbers {
     float z_loss, softcap, scale;
     float inverse_cap;          /* 1 / softcap, or 0 */
-    bool weighted;              /* the loss needs sum(w u), because of label smoothing */
+    bool smooths;               /* label smoothing: the loss needs sum(w u) */
     double label_share, spread; /* 1 - s, s / V, with V the number of all classes */
 };
 
@@ -130,7 +130,7 @@ static inline LossNumbers numbers_of(const struct rafter_loss &from) {
     numbers.softcap = from.softcap;
     numbers.scale = from.scale;
     numbers.inverse_cap = from.softcap != 0.0f ? fminf(1.0f / from.softcap, FLT_MAX) : 0.0f;
-    numbers.weighted = from.smoothing != 0.0f;
+    numbers.smooths = from.smoothing != 0.0f;
     numbers.label_share = 1.0 - smoothing;
     numbers.spread = from.all_classes ? smoothing / classes : 0.0;
     return numbers;
@@ -179,11 +179,11 @@ static inline Loss loss_of(const rafter_cuda_state &device, const struct rafter_
 
 /* ---- one row --------------------------------------------------------------------------------- */
 
-/* struct rafter_row_stats of a whole row, but max, moment, weighted and target are in terms of v,
+/* struct rafter_row_stats of a whole row, but max, moment, logit_sum and target are in terms of v,
  * where u = scale * v: v is the logit, after the softcap if there is one. */
 struct WholeRowStats {
     float max, target;
-    double sum, moment, weighted;
+    double sum, moment, logit_sum;
     int64_t argmax;
 };
 
@@ -216,7 +216,7 @@ DEVICE RowResults results_of(const Loss &loss, int64_t row, int64_t label, const
     const double lse = max + log_sum, nll = negative_log_prob(f.max, f.target, log_sum, scale);
     double value = loss.label_share * loss.weight_of(label) * nll, entropy = 0.0;
     if (loss.spread != 0.0)
-        value += loss.spread * ((max * weights - scale * f.weighted) + log_sum * weights);
+        value += loss.spread * ((max * weights - scale * f.logit_sum) + log_sum * weights);
     if (loss.z_loss != 0.0f)
         value += loss.z_loss * lse * lse;
     if (loss.entropy.data)

@@ -127,13 +127,13 @@ void rafter_loss_store_argmax(const struct rafter_loss *loss, int64_t first, int
 
 /* Statistics of a row, or of some of its columns. A NaN or +inf among u makes the sum NaN. */
 struct rafter_row_stats {
-    double max;      /* of u, NaN skipped; -INFINITY for no columns */
-    double sum;      /* of e^(u - max) if max is finite; 0 for no columns or all -inf */
-    double moment;   /* the sum of (u - max) e^(u - max), 0 for u = -inf; only for the entropy */
-    double weighted; /* the sum of w u; only with label smoothing */
-    double target;   /* u_y if column y is one of the columns, else 0 */
-    double best;     /* the largest logit, NaN if one is NaN; only for argmax */
-    int64_t argmax;  /* its first index */
+    double max;       /* of u, NaN skipped; -INFINITY for no columns */
+    double sum;       /* of e^(u - max) if max is finite; 0 for no columns or all -inf */
+    double moment;    /* the sum of (u - max) e^(u - max), 0 for u = -inf; only for the entropy */
+    double logit_sum; /* the sum of w u; only with label smoothing */
+    double target;    /* u_y if column y is one of the columns, else 0 */
+    double best;      /* the largest logit, NaN if one is NaN; only for argmax */
+    int64_t argmax;   /* its first index */
 };
 
 /* The statistics of no columns. */

@@ -180,7 +180,7 @@ struct rafter_row_record rafter_row_record_of(const struct rafter_row_stats *sta
                                        .best = (float)stats->best,
                                        .argmax = (int32_t)(uint32_t)stats->argmax};
     record.sum_rest = (float)(stats->sum - (double)record.sum);
-    record.deficit = (float)(isfinite(stats->max) ? stats->max * weights - stats->weighted : 0.0 - stats->weighted);
+    record.deficit = (float)(isfinite(stats->max) ? stats->max * weights - stats->logit_sum : 0.0 - stats->logit_sum);
     return record;
 }
 
@@ -189,7 +189,7 @@ struct rafter_row_stats rafter_row_stats_of(const struct rafter_row_record *reco
     return (struct rafter_row_stats){.max = max,
                                      .sum = (double)record->sum + (double)record->sum_rest,
                                      .moment = (double)record->moment,
-                                     .weighted = isfinite(max) ? max * weights - deficit : 0.0 - deficit,
+                                     .logit_sum = isfinite(max) ? max * weights - deficit : 0.0 - deficit,
                                      .target = (double)record->target,
                                      .best = (double)record->best,
                                      .argmax = record->argmax};

@@ -11,7 +11,7 @@
 
 #include "core/group.h"
 #include "cuda/launch.cuh"
-#include "ops/columns.cuh"
+#include "ops/loss_classes.cuh"
 
 /* What ranks send: a record per row of the call, in the order of the rows, and then a header, which says which classes
  * the rank has, and has a hash of the call. A record is LossStats<FULL>; without entropy, dentropy and argmax, only its

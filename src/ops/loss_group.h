@@ -21,8 +21,8 @@ struct rafter_row_record {
     float max, sum, sum_rest; /* sum + sum_rest has 48 bits of the sum */
     float target;
     float moment;
-    /* Stands for `weighted`: max * (the sum of w) - weighted, the sum of w (max - u). The loss needs this difference,
-     * and taking it before the rounding loses nothing to cancellation. If max is not finite: -weighted. */
+    /* Stands for `logit_sum`: max * (the sum of w) - logit_sum, the sum of w (max - u). The loss needs this difference,
+     * and taking it before the rounding loses nothing to cancellation. If max is not finite: -logit_sum. */
     float deficit;
     float best;
     int32_t argmax; /* an index among all classes */

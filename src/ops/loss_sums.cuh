@@ -3,30 +3,11 @@
 #ifndef RAFTER_OPS_LOSS_SUMS_CUH
 #define RAFTER_OPS_LOSS_SUMS_CUH
 
+#include "cuda/reductions.cuh"
 #include "ops/loss.cuh"
-
-DEVICE int warp_sum(int a) {
-    return __reduce_add_sync(~0u, a);
-}
-
-DEVICE double2 warp_sum(double2 a) {
-    return make_double2(warp_sum(a.x), warp_sum(a.y));
-}
 
 DEVICE Totals warp_sum(const Totals &a) {
     return {warp_sum(a.loss), warp_sum(a.weight), warp_sum(a.counted)};
-}
-
-/* The sum over all threads of the block. Called by all threads; every thread gets it. */
-template <typename A> DEVICE A block_sum(A a) {
-    __shared__ A warp_sums[WARP];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    a = warp_sum(a);
-    __syncthreads(); /* all threads have read the previous sum */
-    if (lane == 0)
-        warp_sums[warp] = a;
-    __syncthreads();
-    return warp_sum(lane < blockDim.x / WARP ? warp_sums[lane] : A{});
 }
 
 /* Calls f(row) for the rows first, first + step, ... below `end` that are not ignored. load(row) gives a row's label.

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* cuBLASLt, as far as src/cuda/products.cu calls it: plain loops, one algorithm. */
+/* cuBLASLt, as far as src/cuda/cublaslt_products.cu calls it: plain loops, one algorithm. */
 #include "cuda/cublaslt.h"
 
 #include <vector>

@@ -113,13 +113,13 @@ V_INLINE void stats_of_u(int dtype, const struct cross_entropy_row *row, const c
     stats->sum = (double)s.sum;
     if (row->moment)
         stats->moment = moment(dtype, u, n, s.max);
-    if (row->weighted) {
+    if (row->logit_sum) {
         float gathered[PIECE];
         const float *weight = NULL;
         if (row->weight)
             weight = v_gather(RAFTER_F32, row->weight + first * row->weight_stride * (int64_t)sizeof *weight,
                               row->weight_stride, n, gathered);
-        stats->weighted = weighted_sum(dtype, u, weight, n);
+        stats->logit_sum = weighted_sum(dtype, u, weight, n);
     }
 }
 

@@ -116,7 +116,7 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
                       ? rafter_at(&loss->class_weight, loss->first_class * loss->class_weight.stride[0])
                       : NULL,
         .weight_stride = loss->class_weight.stride[0],
-        .weighted = forward && loss->smoothing != 0.0f,
+        .logit_sum = forward && loss->smoothing != 0.0f,
         .moment = rafter_loss_has(&loss->entropy),
         .argmax = rafter_loss_has(&loss->argmax),
         .stream =

@@ -21,7 +21,7 @@ enum {
 /* A number per row. */
 struct lanes {
     _Alignas(64) float pivot[TILE], sum[TILE], target[TILE]; /* target: u_y */
-    float weighted[TILE];                                    /* the sum of w u, if smoothing needs it */
+    float logit_sum[TILE];                                   /* the sum of w u, if smoothing needs it */
     float moment[TILE];                                      /* of (u - pivot) e^(u - pivot), for the entropy */
     float log_sum[TILE];
     /* The gradient is p e^(u - pivot) - spread w, for the label p e^(u - pivot) - at_target; 0 unless active. */
@@ -142,7 +142,7 @@ V_INLINE void tile_weighted(int dtype, const struct cross_entropy_tiling *t, con
             low += low_part;
             high += high_part;
         }
-        v_store_lanes(RAFTER_F32, l->weighted + r, v_from_d(low, high), count);
+        v_store_lanes(RAFTER_F32, l->logit_sum + r, v_from_d(low, high), count);
     }
 }
 
@@ -200,7 +200,7 @@ static double tile_losses(const struct cross_entropy_tiling *t, struct cross_ent
         nll = nll < 0.0 ? 0.0 : nll;
         double value = (1.0 - s) * (double)tile->label_weight[r] * nll;
         if (s != 0.0)
-            value += share * ((max * weights - (double)l->weighted[r]) + log_sum * weights);
+            value += share * ((max * weights - (double)l->logit_sum[r]) + log_sum * weights);
         if (z_loss != 0.0)
             value += z_loss * lse * lse;
         value *= (double)tile->row_weight[r];

@@ -19,8 +19,8 @@ struct cross_entropy_row {
     float softcap, scale; /* softcap 0: none */
     const char *weight;   /* fp32 class weights, or NULL */
     int64_t weight_stride;
-    bool weighted, moment, argmax; /* statistics to compute besides max, sum and target */
-    bool stream;                   /* write dz with non-temporal stores */
+    bool logit_sum, moment, argmax; /* statistics to compute besides max, sum and target */
+    bool stream;                    /* write dz with non-temporal stores */
 };
 
 /* Whether the kernels copy columns to buffers: for the statistics, and for the gradient. */

@@ -115,11 +115,11 @@ V_INLINE void logits_as(bool capped, bool all, const struct lce_logits *job, flo
              scale = v_set(capped ? job->scale * job->softcap : job->scale);
     const vf low = v_set(-INFINITY);
     for (int64_t r = 0; r < stride; r += ROW_VECTORS * V_LANES) {
-        vf max[ROW_VECTORS], sum[ROW_VECTORS], moment[ROW_VECTORS], weighted[ROW_VECTORS], best[ROW_VECTORS];
+        vf max[ROW_VECTORS], sum[ROW_VECTORS], moment[ROW_VECTORS], logit_sum[ROW_VECTORS], best[ROW_VECTORS];
         vi argmax[ROW_VECTORS];
         for (int s = 0; s < ROW_VECTORS; s++) {
             max[s] = low;
-            sum[s] = moment[s] = weighted[s] = v_set(0.0f);
+            sum[s] = moment[s] = logit_sum[s] = v_set(0.0f);
             best[s] = v_load(RAFTER_F32, block + r + s * V_LANES) + v_set(bias[0]);
             argmax[s] = (vi){0};
         }
@@ -131,7 +131,7 @@ V_INLINE void logits_as(bool capped, bool all, const struct lce_logits *job, flo
                 v_store(RAFTER_F32, p, u);
                 max[s] = v_max(u, max[s]);
                 if (all) {
-                    weighted[s] = v_fma(v_set(weight[v]), u, weighted[s]);
+                    logit_sum[s] = v_fma(v_set(weight[v]), u, logit_sum[s]);
                     const vi better = (z > best[s]) | ((z != z) & (best[s] == best[s]));
                     best[s] = v_select(better, z, best[s]);
                     argmax[s] = (vi)v_select(better, (vf)((vi){0} + (int32_t)v), (vf)argmax[s]);
@@ -156,7 +156,7 @@ V_INLINE void logits_as(bool capped, bool all, const struct lce_logits *job, flo
             v_store(RAFTER_F32, stat_at(job, row_block, LCE_SUM, row), sum[s]);
             if (all) {
                 v_store(RAFTER_F32, stat_at(job, row_block, LCE_MOMENT, row), moment[s]);
-                v_store(RAFTER_F32, stat_at(job, row_block, LCE_WEIGHTED, row), weighted[s]);
+                v_store(RAFTER_F32, stat_at(job, row_block, LCE_LOGIT_SUM, row), logit_sum[s]);
                 v_store(RAFTER_F32, stat_at(job, row_block, LCE_BEST, row), best[s]);
                 v_store(RAFTER_F32, stat_at(job, row_block, LCE_ARGMAX, row),
                         (vf)(argmax[s] + (int32_t)(row_block * LCE_ROWS)));
@@ -202,9 +202,9 @@ static void fold(const struct lce_logits *job, int64_t column_block) {
 #define STAT(block, stat) v_load(RAFTER_F32, stat_at(job, block, stat, row))
     for (int64_t row = first_row; row < first_row + rows; row += V_LANES) {
         vf max = STAT(0, LCE_MAX), sum = STAT(0, LCE_SUM);
-        vf moment = zero, weighted = zero, best = zero, argmax = zero;
+        vf moment = zero, logit_sum = zero, best = zero, argmax = zero;
         if (job->more) {
-            moment = STAT(0, LCE_MOMENT), weighted = STAT(0, LCE_WEIGHTED);
+            moment = STAT(0, LCE_MOMENT), logit_sum = STAT(0, LCE_LOGIT_SUM);
             best = STAT(0, LCE_BEST), argmax = STAT(0, LCE_ARGMAX);
         }
         for (int64_t b = 1; b < blocks; b++) {
@@ -217,7 +217,7 @@ static void fold(const struct lce_logits *job, int64_t column_block) {
                 const vf shift_other = v_select(shrink_other == zero, zero, other - pivot);
                 moment = v_fma(shift, sum, moment) * shrink +
                          v_fma(shift_other, STAT(b, LCE_SUM), STAT(b, LCE_MOMENT)) * shrink_other;
-                weighted += STAT(b, LCE_WEIGHTED);
+                logit_sum += STAT(b, LCE_LOGIT_SUM);
                 const vf z = STAT(b, LCE_BEST);
                 const vi better = (z > best) | ((z != z) & (best == best));
                 best = v_select(better, z, best);
@@ -231,7 +231,7 @@ static void fold(const struct lce_logits *job, int64_t column_block) {
         v_store(RAFTER_F32, stat_at(job, 0, LCE_SUM, row), sum);
         if (job->more) {
             v_store(RAFTER_F32, stat_at(job, 0, LCE_MOMENT, row), moment);
-            v_store(RAFTER_F32, stat_at(job, 0, LCE_WEIGHTED, row), weighted);
+            v_store(RAFTER_F32, stat_at(job, 0, LCE_LOGIT_SUM, row), logit_sum);
             v_store(RAFTER_F32, stat_at(job, 0, LCE_BEST, row), best);
             v_store(RAFTER_F32, stat_at(job, 0, LCE_ARGMAX, row), argmax);
         }

@@ -160,7 +160,7 @@ static struct rafter_row_stats block_at(const struct step *s, int64_t number, in
         int32_t argmax;
         memcpy(&argmax, &block[LCE_ARGMAX * padded], sizeof argmax);
         here.moment = (double)block[LCE_MOMENT * padded];
-        here.weighted = (double)block[LCE_WEIGHTED * padded];
+        here.logit_sum = (double)block[LCE_LOGIT_SUM * padded];
         here.best = (double)block[LCE_BEST * padded];
         here.argmax = s->logits.first_class + argmax;
     }

@@ -111,12 +111,12 @@ struct lce_product {
 /* Statistics of rows over one block of LCE_ROWS classes: [class block][statistic][rows
  * padded to LCE_COLUMNS]. */
 enum lce_stat {
-    LCE_MAX,      /* of u */
-    LCE_SUM,      /* of e^(u - max) */
-    LCE_MOMENT,   /* of (u - max) e^(u - max) */
-    LCE_WEIGHTED, /* of class weight * u */
-    LCE_BEST,     /* the largest z, NaN if there is one */
-    LCE_ARGMAX,   /* its first class, relative to the slice's first one: int32 bits */
+    LCE_MAX,       /* of u */
+    LCE_SUM,       /* of e^(u - max) */
+    LCE_MOMENT,    /* of (u - max) e^(u - max) */
+    LCE_LOGIT_SUM, /* of class weight * u */
+    LCE_BEST,      /* the largest z, NaN if there is one */
+    LCE_ARGMAX,    /* its first class, relative to the slice's first one: int32 bits */
     LCE_STATS
 };
 

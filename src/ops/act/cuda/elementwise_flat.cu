@@ -4,7 +4,7 @@
  * bytes that is aligned in the output. The other tensors must have the same offset from a multiple of 16 bytes; only a
  * 16-bit x (in the backward of relu and sigmoid: y) may begin anywhere.
  */
-#include "cuda/pack_anywhere.cuh"
+#include "cuda/unaligned_pack.cuh"
 #include "ops/act/cuda/elementwise.cuh"
 
 namespace {

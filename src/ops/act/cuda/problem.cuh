@@ -7,6 +7,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/variant.cuh"
+#include "cuda/view_layout.cuh"
 #include "ops/act/call.h"
 
 namespace {
@@ -97,7 +98,7 @@ bool is_large(const act_call &call) {
 }
 
 /* Batch-invariant softmax: a block of KEPT_THREADS threads with KEPT_PACKS packs of each input per
- * thread keeps a row in registers. Longer rows of aligned packs take softmax_slabs. */
+ * thread keeps a row in registers. Longer rows of aligned packs take softmax_slab_in_cluster. */
 template <bool FORWARD> constexpr int KEPT_PACKS = FORWARD ? 4 : 2;
 constexpr int KEPT_THREADS = 512;
 

@@ -3,7 +3,7 @@
  * relu with a mask of one bit per element, which forward writes and backward reads instead of x. A
  * thread takes eight elements and their byte of the mask.
  */
-#include "cuda/pack_anywhere.cuh"
+#include "cuda/unaligned_pack.cuh"
 #include "ops/act/cuda/problem.cuh"
 
 namespace {
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(THREADS) relu_contiguous(const T *in, uint8_t 
             if (present)
                 a[p] = load_once<T, N>(in + at + p * N);
     } else {
-        PackAnywhere<T> loaded[PARTS];
+        UnalignedPack<T> loaded[PARTS];
 #pragma unroll
         for (int p = 0; p < PARTS; p++)
             loaded[p].load(present, in + at + p * N, in, in + n);

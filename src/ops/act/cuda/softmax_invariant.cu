@@ -2,7 +2,7 @@
 /*
  * Softmax in any layout, batch invariant (cuda/indexed_rows.cuh): a warp or a block per row, by the length of rows
  * alone. Rows of aligned packs that fit stay in registers; other rows are read a second time, usually from L1 or L2.
- * Most batch-invariant calls take another variant before: softmax_row_in_registers or softmax_slabs (aligned packs),
+ * Most batch-invariant calls take another variant before: softmax_row_in_registers or softmax_slab_in_cluster (aligned packs),
  * softmax_chunks (short rows), softmax_staged_rows, or softmax_reread_columns.
  */
 #include "ops/act/cuda/softmax_indexed.cuh"

@@ -103,13 +103,13 @@ struct SlabViews : Views {
 };
 
 /* Whether columns are so long that persistent blocks would hold fewer than two panels at a time and
- * wait for each other; and wide enough for softmax_column_tiles, whose tiles are 512 bytes wide. */
+ * wait for each other; and wide enough for softmax_columns_two_pass, whose tiles are 512 bytes wide. */
 inline bool is_long(const act_call &call, const SlabViews &views) {
     const int inputs = is_forward(call) || views.is_expanded(DY) ? 1 : 2;
     return views.length() * inputs > 65536 && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 1024;
 }
 
-/* Whether a call has one input and so few, narrow slabs that softmax_large_slabs is faster than
+/* Whether a call has one input and so few, narrow slabs that softmax_slab_two_pass is faster than
  * persistent blocks, which wait for each other. */
 inline bool is_narrow(const act_call &call, const SlabViews &views) {
     const int64_t bytes = rafter_dtype_bytes(call.out.dtype);

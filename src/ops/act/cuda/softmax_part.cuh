@@ -7,7 +7,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/line_statistics.cuh"
-#include "cuda/vocabulary.cuh"
+#include "cuda/primitives.cuh"
 
 /* Statistics of a part of a line. Forward: the maximum and the sum of e^(x - max). Backward: the sum
  * of y dy; max is not used. The maximum starts from the lowest finite number: a line of all -inf has sum 0,

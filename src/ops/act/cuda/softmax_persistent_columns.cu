@@ -2,7 +2,7 @@
 /* Softmax over a strided dimension that is too long for one block: panels of columns that are aligned packs.
  * Persistent blocks read every byte once (cuda/persistent_softmax.cuh). */
 #include "cuda/persistent_softmax.cuh"
-#include "ops/act/cuda/softmax_panels.cuh"
+#include "ops/act/cuda/softmax_panel_job.cuh"
 
 namespace {
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Pieces of slabs of interleaved lines, for softmax_large_slabs: [outer, length, inner], where length
+ * Pieces of slabs of interleaved lines, for softmax_slab_two_pass: [outer, length, inner], where length
  * and inner have no gaps. A block loads a piece into shared memory, and then adds it to the
  * statistics of its lines or writes its results.
  *

@@ -5,7 +5,7 @@
  * if the tensor is small, or for gradients of short columns: there a kernel of few instructions is faster than one
  * that keeps elements in registers.
  */
-#include "cuda/row_classes.cuh"
+#include "cuda/summation_order.cuh"
 #include "ops/act/cuda/softmax_indexed.cuh"
 #include "ops/act/cuda/softmax_layout.cuh"
 

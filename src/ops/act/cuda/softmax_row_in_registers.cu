@@ -2,14 +2,14 @@
 /*
  * Softmax over contiguous rows that fit in the registers of 1 to 32 lanes. Rows of the output are
  * whole, aligned packs. Rows of the inputs are too; or they are short and may begin anywhere
- * (cuda/pack_anywhere.cuh).
+ * (cuda/unaligned_pack.cuh).
  *
  * Forward: y = e^(x - max) / sum of e^(x - max). Backward: dx = y (dy - sum of y dy). The maximum
  * starts from the lowest finite number, so that a row of all -inf is 0 / 0: NaN.
  */
 #include <float.h>
 
-#include "cuda/pack_anywhere.cuh"
+#include "cuda/unaligned_pack.cuh"
 #include "ops/act/cuda/problem.cuh"
 
 namespace {
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(THREADS) softmax_rows(const RowArgs<T> args) {
     const int lane = threadIdx.x % GROUP;
     const int64_t first = (int64_t)blockIdx.x * (THREADS / GROUP * AT_ONCE) + threadIdx.x / GROUP;
     Pack<T, N> in[AT_ONCE][PACKS], dy[AT_ONCE][PACKS];
-    PackAnywhere<T> shifted_in[SHIFTED ? AT_ONCE : 1][PACKS], shifted_dy[SHIFTED && !FORWARD ? AT_ONCE : 1][PACKS];
+    UnalignedPack<T> shifted_in[SHIFTED ? AT_ONCE : 1][PACKS], shifted_dy[SHIFTED && !FORWARD ? AT_ONCE : 1][PACKS];
     int64_t out_at[AT_ONCE];
     bool has[AT_ONCE][PACKS];
 #pragma unroll

@@ -14,7 +14,7 @@
 #include <float.h>
 
 #include "cuda/cluster.cuh"
-#include "cuda/pack_anywhere.cuh"
+#include "cuda/unaligned_pack.cuh"
 #include "cuda/row_statistics.cuh"
 #include "ops/act/cuda/softmax_layout.cuh"
 

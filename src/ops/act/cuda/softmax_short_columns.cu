@@ -4,14 +4,14 @@
  * elements stay in registers: every byte is read once and written once.
  *
  * A thread takes a few columns and every `down`-th step of the length. If columns are aligned packs of 16 bytes, it
- * takes one pack of each step. If they are not, threads of large 16-bit tensors shift packs (pack_anywhere.cuh); other
+ * takes one pack of each step. If they are not, threads of large 16-bit tensors shift packs (unaligned_pack.cuh); other
  * threads take groups of 1 or 2 adjacent elements, so that adjacent threads take adjacent groups. In large tensors a
  * thread takes several groups, so that enough loads are in flight.
  *
  * A thread writes only what it has read itself: the output may be the input.
  */
 #include "cuda/line_statistics.cuh"
-#include "cuda/pack_anywhere.cuh"
+#include "cuda/unaligned_pack.cuh"
 #include "ops/act/cuda/softmax_layout.cuh"
 #include "ops/act/cuda/softmax_part.cuh"
 
@@ -326,7 +326,7 @@ struct ShortColumns {
         int64_t blocks;
     };
 
-    /* Whether softmax_columns is faster: 16-bit gradients of this many steps, of many aligned packs side by side.
+    /* Whether softmax_column_panels is faster: 16-bit gradients of this many steps, of many aligned packs side by side.
      * Measured on an H200: docs/perf/act.md. */
     static bool is_slower(const SlabViews &views, int bytes, bool forward) {
         constexpr int64_t SHORTEST = 64, LONGEST = 128, LEAST_INNER = 4096;

@@ -431,14 +431,6 @@ inline const char *why_not_any_rows(const Problem &p, const cross_entropy_call &
     return why_not_basic(p, call, {!p.invariant, !p.invariant}, ANY_ROWS, many_from);
 }
 
-/* Calls f(std::bool_constant<value>()). */
-template <typename F> void for_bool(bool value, F f) {
-    if (value)
-        f(std::true_type());
-    else
-        f(std::false_type());
-}
-
 /* Reduction none: writes the loss of each row as if it were row_loss. */
 inline void write_each_loss(BasicArgs *args, const cross_entropy_call &call) {
     if (call.loss.reduction == RAFTER_NONE) {

@@ -27,7 +27,7 @@ __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_co
     const BlockSpan<T, WHOLE> span(z, u.classes);
     Pack<T, WIDE<T>> pack[AT_ONCE];
     load_packs(pack, span.body, span.packs, threadIdx.x, blockDim.x);
-    issue_loads_first();
+    fence_loads();
     const int label = u.class_of(u.load_label(label_at));
     const float z_label = threadIdx.x == 0 && label >= 0 ? to_float(z[label]) : 0.0f;
     float total = 0.0f;
@@ -54,7 +54,7 @@ __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_part(const __grid_c
     const BlockSpan<T, WHOLE> span(first + from, min(u.classes - from, part));
     Pack<T, WIDE<T>> pack[IN_FLIGHT];
     load_packs(pack, span.body, span.packs, threadIdx.x, blockDim.x);
-    issue_loads_first();
+    fence_loads();
     const int label = u.class_of(u.load_label(row));
     const float z_label = threadIdx.x == 0 && label >= 0 ? to_float(first[label]) : 0.0f;
     RowStats s = no_elements();

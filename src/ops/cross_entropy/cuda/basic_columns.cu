@@ -37,12 +37,12 @@ struct ColumnArgs {
 
 /* Sets z_label of the rows whose label is among elements l, l + 1, ..., which are in `packs`. */
 template <typename T, int STEPS>
-DEVICE void look_for_labels(float (&z_label)[COLUMNS], const Pack<T, COLUMNS> (&packs)[STEPS],
-                            const int (&label)[COLUMNS], int l) {
+DEVICE void look_for_labels(float (&z_label)[ROWS_PER_THREAD], const Pack<T, ROWS_PER_THREAD> (&packs)[STEPS],
+                            const int (&label)[ROWS_PER_THREAD], int l) {
 #pragma unroll
     for (int k = 0; k < STEPS; k++)
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
+        for (int j = 0; j < ROWS_PER_THREAD; j++)
             if (label[j] - l == k)
                 z_label[j] = to_float(packs[k].v[j]);
 }
@@ -53,13 +53,14 @@ template <ColumnOptions OPTIONS> DEVICE float smoothing_weight(const BasicArgs &
 }
 /* Adds elements l, l + 1, ... of each row, times their weights, to `total`. */
 template <ColumnOptions OPTIONS, typename T, int STEPS>
-DEVICE void add_logits(float (&total)[COLUMNS], const Pack<T, COLUMNS> (&packs)[STEPS], int l, const BasicArgs &u) {
+DEVICE void add_logits(float (&total)[ROWS_PER_THREAD], const Pack<T, ROWS_PER_THREAD> (&packs)[STEPS], int l,
+                       const BasicArgs &u) {
 #pragma unroll
     for (int k = 0; k < STEPS; k++)
         if (l + k < u.classes) {
             const float weight = smoothing_weight<OPTIONS>(u, l + k);
 #pragma unroll
-            for (int j = 0; j < COLUMNS; j++)
+            for (int j = 0; j < ROWS_PER_THREAD; j++)
                 total[j] = fmaf(weight, to_float(packs[k].v[j]), total[j]);
         }
 }
@@ -73,18 +74,18 @@ DEVICE float sum_of_weights(const BasicArgs &u) {
 /* Writes the outputs of four rows and adds their losses and their weights to `sum`. `total`, weight_sum: see
  * BasicArgs::smoothed; read only if there is label smoothing. */
 template <ColumnOptions OPTIONS, typename T, bool LOOSE>
-DEVICE void finish_rows(const ColumnArgs &a, const PlacedColumns<T, LOOSE> &place, const int (&label)[COLUMNS],
-                        const RowStats (&s)[COLUMNS], const float (&z_label)[COLUMNS], const float (&total)[COLUMNS],
-                        float weight_sum, double2 *sum) {
+DEVICE void finish_rows(const ColumnArgs &a, const FourRows<T, LOOSE> &place, const int (&label)[ROWS_PER_THREAD],
+                        const RowStats (&s)[ROWS_PER_THREAD], const float (&z_label)[ROWS_PER_THREAD],
+                        const float (&total)[ROWS_PER_THREAD], float weight_sum, double2 *sum) {
     const BasicArgs &u = a.basic;
-    float lse[COLUMNS], loss[COLUMNS], weight[COLUMNS], weights = 0.0f;
+    float lse[ROWS_PER_THREAD], loss[ROWS_PER_THREAD], weight[ROWS_PER_THREAD], weights = 0.0f;
     int counted = 0;
     if (OPTIONS != NONE && u.weighs)
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
+        for (int j = 0; j < ROWS_PER_THREAD; j++)
             weight[j] = u.class_weight_of(label[j]);
 #pragma unroll
-    for (int j = 0; j < COLUMNS; j++) {
+    for (int j = 0; j < ROWS_PER_THREAD; j++) {
         const TwoFloats log_sum = log_in_floats(s[j].max == INFINITY ? NAN : s[j].sum);
         float &value = loss[j];
         value = rounded_nll(s[j].max, z_label[j], log_sum);
@@ -116,18 +117,18 @@ __global__ __launch_bounds__(THREADS, per_sm(LOOSE, STEPS)) void column_losses(c
     const float weight_sum =
         OPTIONS == BOTH && u.weighs_smoothing() ? sum_of_weights(u) : static_cast<float>(u.classes);
     for (unsigned i = blockIdx.x * THREADS + threadIdx.x; i < c.packs; i += gridDim.x * THREADS) {
-        const PlacedColumns<T, LOOSE> place(c, i);
+        const FourRows<T, LOOSE> place(c, i);
         const FourLabels<T, LOOSE> loaded(u, place);
-        Pack<T, COLUMNS> packs[STEPS];
+        Pack<T, ROWS_PER_THREAD> packs[STEPS];
         place.load(packs, 0, c.length);
-        int label[COLUMNS];
+        int label[ROWS_PER_THREAD];
         loaded.classes(u, label);
-        RowStats s[COLUMNS];
-        float z_label[COLUMNS] = {}, total[COLUMNS] = {};
+        RowStats s[ROWS_PER_THREAD];
+        float z_label[ROWS_PER_THREAD] = {}, total[ROWS_PER_THREAD] = {};
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
+        for (int j = 0; j < ROWS_PER_THREAD; j++)
             s[j] = no_elements();
-        place.for_columns(packs, 0, c.length, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+        place.for_packs(packs, 0, c.length, [&](int l, const Pack<T, ROWS_PER_THREAD>(&group)[STEPS]) {
             add_lines_of(s, group, 1.0f);
             look_for_labels(z_label, group, label, l);
             if (OPTIONS != NONE && u.smooths)
@@ -149,43 +150,43 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, GRADIENT_BLOCKS<T, LOOSE, LATE>) vo
     if (part.index >= c.packs)
         return;
     const int from = part.from, to = part.to;
-    const PlacedColumns<T, LOOSE> place(c, part.index);
+    const FourRows<T, LOOSE> place(c, part.index);
     const FourLabels<T, LOOSE> loaded(u, place);
     const FourUpstream four(place, u.lse, a.one_dloss ? nullptr : a.row_dlosses);
-    const float(&given)[COLUMNS] = four.lse, (&dloss)[COLUMNS] = four.dloss;
-    Pack<T, COLUMNS> packs[STEPS];
+    const float(&given)[ROWS_PER_THREAD] = four.lse, (&dloss)[ROWS_PER_THREAD] = four.dloss;
+    Pack<T, ROWS_PER_THREAD> packs[STEPS];
     place.load(packs, from, to);
     wait_for_previous_kernel();
     const double factor = *factor_at;
-    int label[COLUMNS];
+    int label[ROWS_PER_THREAD];
     loaded.classes(u, label);
-    RowStats s[COLUMNS];
+    RowStats s[ROWS_PER_THREAD];
     bool from_lse = true;
 #pragma unroll
-    for (int j = 0; j < COLUMNS; j++) {
+    for (int j = 0; j < ROWS_PER_THREAD; j++) {
         s[j] = no_elements();
         from_lse = from_lse && (label[j] < 0 || lse_is_accurate<T>(given[j]));
     }
     if (!from_lse) { /* every part reads the whole rows */
         place.load(packs, 0, c.length);
-        place.for_columns(packs, 0, c.length,
-                          [&](int, const Pack<T, COLUMNS>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
+        place.for_packs(packs, 0, c.length,
+                        [&](int, const Pack<T, ROWS_PER_THREAD>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
         place.load(packs, from, to);
     }
-    float at_label[COLUMNS] = {}; /* the logit, then the gradient */
-    if constexpr (LATE)           /* before dz may overwrite it; all these loads are issued before one is used */
+    float at_label[ROWS_PER_THREAD] = {}; /* the logit, then the gradient */
+    if constexpr (LATE) /* before dz may overwrite it; all these loads are issued before one is used */
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
+        for (int j = 0; j < ROWS_PER_THREAD; j++)
             if (label[j] >= from && label[j] < to)
                 at_label[j] = to_float(place.x[label[j] * c.slabs.step[0] + place.apart(j)]);
     const bool both = OPTIONS == BOTH && u.weighs_smoothing();
     const float weight_sum = both ? sum_of_weights(u) : 0.0f;
-    BasicGradient g[COLUMNS];
-    BasicSpread spread[COLUMNS];
-    ScaledExp<T> scaled[COLUMNS];
-    bool constant[COLUMNS];
+    BasicGradient g[ROWS_PER_THREAD];
+    BasicSpread spread[ROWS_PER_THREAD];
+    ScaledExp<T> scaled[ROWS_PER_THREAD];
+    bool constant[ROWS_PER_THREAD];
 #pragma unroll
-    for (int j = 0; j < COLUMNS; j++) {
+    for (int j = 0; j < ROWS_PER_THREAD; j++) {
         const double plain = a.row_dlosses ? factor * dloss[j] : factor;
         const float weight = both ? u.class_weight_of(label[j]) : 1.0f;
         const double own = both              ? plain * (u.label_share * weight + u.spread * weight_sum)
@@ -202,22 +203,22 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, GRADIENT_BLOCKS<T, LOOSE, LATE>) vo
         constant[j] = g[j].label < 0;
         at_label[j] = spread[j].at_label(at_label[j], g[j]);
     }
-    place.for_columns(packs, from, to, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+    place.for_packs(packs, from, to, [&](int l, const Pack<T, ROWS_PER_THREAD>(&group)[STEPS]) {
         if constexpr (!LATE) {
-            float z_label[COLUMNS] = {};
+            float z_label[ROWS_PER_THREAD] = {};
             look_for_labels(z_label, group, label, l);
 #pragma unroll
-            for (int j = 0; j < COLUMNS; j++)
+            for (int j = 0; j < ROWS_PER_THREAD; j++)
                 at_label[j] = spread[j].at_label(z_label[j], g[j]);
         }
         T *dz = place.dx + l * c.slabs.step[1];
 #pragma unroll
         for (int k = 0; k < STEPS; k++, dz += c.slabs.step[1]) {
-            float d[COLUMNS];
+            float d[ROWS_PER_THREAD];
             unpack(group[k], d);
             const float weight = both && l + k < to ? u.class_weight[(l + k) * u.class_stride] : 1.0f;
 #pragma unroll
-            for (int j = 0; j < COLUMNS; j++) {
+            for (int j = 0; j < ROWS_PER_THREAD; j++) {
                 const float usual = both ? spread[j].of(d[j], scaled[j], weight) : spread[j].of(d[j], scaled[j]);
                 d[j] = !LATE && g[j].label - l == k ? at_label[j] : constant[j] ? g[j].c : usual;
             }
@@ -227,7 +228,7 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, GRADIENT_BLOCKS<T, LOOSE, LATE>) vo
     });
     if constexpr (LATE)
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
+        for (int j = 0; j < ROWS_PER_THREAD; j++)
             if (g[j].label >= from && g[j].label < to)
                 place.dx[g[j].label * c.slabs.step[1] + place.apart(j)] = from_float<T>(at_label[j]);
 }

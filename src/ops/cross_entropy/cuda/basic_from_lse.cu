@@ -4,7 +4,7 @@
  * smoothing or class weights. A thread per row computes coefficients. Then short blocks, each of which takes 4 KB of a
  * row, write the gradient.
  */
-#include "cuda/pack_anywhere.cuh"
+#include "cuda/unaligned_pack.cuh"
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
 
 namespace {
@@ -73,7 +73,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS,
     Pack<T, N> pack[PACKS];
     if constexpr (ALIGNMENT == ANY) {
         const T *const begin = u.template row_of_z<T>(0), *const end = u.template row_of_z<T>(u.rows - 1) + u.classes;
-        PackAnywhere<T> anywhere[PACKS];
+        UnalignedPack<T> anywhere[PACKS];
 #pragma unroll
         for (int k = 0; k < PACKS; k++)
             anywhere[k].load(first + k * THREADS < packs, z + (first + k * THREADS) * N, begin, end);

@@ -51,7 +51,7 @@ __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constan
     const int64_t label_at = u.label_at(row), lse_at = FORWARD || !u.lse ? 0 : u.lse_at(row);
     Pack<T, N> pack[PACKS];
     load_packs(pack, z, packs, lane, WARP);
-    issue_loads_first();
+    fence_loads();
     const int64_t loaded = u.load_label(label_at);
     const float given = FORWARD || !u.lse ? INFINITY : load_now(u.lse + lse_at);
     if (GRADIENT && known_factor)

@@ -136,7 +136,7 @@ template <typename T, int OPTIONS> struct LossColumns {
             const bool caps = loss.softcap != 0.0f;
             if (caps)
                 cap_all(z, slope, loss);
-            if (loss.weighted && loss.class_weight) {
+            if (loss.smooths && loss.class_weight) {
                 const float *const w = loss.class_weight + first * loss.class_stride;
 #pragma unroll
                 for (int j = 0; j < N; j++)

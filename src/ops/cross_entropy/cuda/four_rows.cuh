@@ -11,13 +11,13 @@ namespace {
 
 /* The labels of four rows: loaded, then turned into classes. */
 template <typename T, bool LOOSE> struct FourLabels {
-    int64_t loaded[COLUMNS];
+    int64_t loaded[ROWS_PER_THREAD];
 
-    DEVICE FourLabels(const BasicArgs &u, const PlacedColumns<T, LOOSE> &place) {
+    DEVICE FourLabels(const BasicArgs &u, const FourRows<T, LOOSE> &place) {
         const int row = place.row;
         if constexpr (LOOSE) {
 #pragma unroll
-            for (int j = 0; j < COLUMNS; j++)
+            for (int j = 0; j < ROWS_PER_THREAD; j++)
                 loaded[j] = place.has(j) ? u.load_label(row + place.apart(j)) : u.ignore_index;
         } else if (u.wide_labels) {
             const longlong2 *const from =
@@ -29,17 +29,17 @@ template <typename T, bool LOOSE> struct FourLabels {
             loaded[0] = a.x, loaded[1] = a.y, loaded[2] = a.z, loaded[3] = a.w;
         }
     }
-    DEVICE void classes(const BasicArgs &u, int (&label)[COLUMNS]) const {
+    DEVICE void classes(const BasicArgs &u, int (&label)[ROWS_PER_THREAD]) const {
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
+        for (int j = 0; j < ROWS_PER_THREAD; j++)
             label[j] = u.class_of(loaded[j]);
     }
 };
 
 /* Writes lse and the loss of four rows, where they are wanted. row_losses: the output of reduction none, or NULL. */
 template <typename T, bool LOOSE>
-DEVICE void put_four(const PlacedColumns<T, LOOSE> &place, const BasicArgs &u, float *row_losses,
-                     const float (&loss)[COLUMNS], const float (&lse)[COLUMNS]) {
+DEVICE void put_four(const FourRows<T, LOOSE> &place, const BasicArgs &u, float *row_losses,
+                     const float (&loss)[ROWS_PER_THREAD], const float (&lse)[ROWS_PER_THREAD]) {
     if (u.lse)
         place.store(u.lse + place.row, packed<float>(lse));
     if (u.row_loss)
@@ -50,10 +50,10 @@ DEVICE void put_four(const PlacedColumns<T, LOOSE> &place, const BasicArgs &u, f
 
 /* What gradients of four rows need: lse, or INFINITY if it is not given; and dloss, or 1. */
 struct FourUpstream {
-    float lse[COLUMNS], dloss[COLUMNS];
+    float lse[ROWS_PER_THREAD], dloss[ROWS_PER_THREAD];
 
     template <typename T, bool LOOSE>
-    DEVICE FourUpstream(const PlacedColumns<T, LOOSE> &place, const float *all_lse, const float *row_dlosses)
+    DEVICE FourUpstream(const FourRows<T, LOOSE> &place, const float *all_lse, const float *row_dlosses)
         : lse{INFINITY, INFINITY, INFINITY, INFINITY}, dloss{1.0f, 1.0f, 1.0f, 1.0f} {
         if (all_lse)
             unpack(place.load_numbers(all_lse + place.row), lse);

@@ -21,7 +21,7 @@ struct FromLse {
         const Problem p(call);
         if (!p.lse_given)
             return "it is for backward with lse";
-        if (p.invariant && (p.row_class == TINY_ROWS || p.row_class == CHUNKED_ROWS))
+        if (p.invariant && (p.order == TINY_ROWS || p.order == CHUNKED_ROWS))
             return "rows are short";
         return p.strided ? "rows are not contiguous, or dlogits is aligned otherwise than logits" : NULL;
     }

@@ -45,7 +45,7 @@ DEVICE void add(LossStats<OPTIONS> &g, const Pack<T, N> (&packs)[COUNT], int val
     if constexpr (OPTIONS == PLAIN) {
         add_packs(g.s, packs, loss.scale);
     } else if constexpr (OPTIONS == SMOOTH) {
-        add_packs(g.s, packs, loss.scale, &g.weighted, valid);
+        add_packs(g.s, packs, loss.scale, &g.logit_sum, valid);
     } else if constexpr (OPTIONS == CAPPED) {
         add_capped(g, packs, valid, loss);
     } else if (valid > 0) {
@@ -335,9 +335,9 @@ struct GeneralPlan {
             args.dz_step = p.step(call.dlogits);
         }
         args.counter = device.counters;
-        const bool weights = loss.weighted && loss.class_weight;
+        const bool weights = loss.smooths && loss.class_weight;
         const bool caps = loss.softcap != 0.0f, more = weights || loss.entropy.data || loss.argmax.data;
-        options = more ? FULL : caps ? CAPPED : loss.weighted && loss.forward ? SMOOTH : PLAIN;
+        options = more ? FULL : caps ? CAPPED : loss.smooths && loss.forward ? SMOOTH : PLAIN;
         prepares = weights || (p.gradient && loss.needs_totals() && p.rows > SCANNED_ROWS);
         reduces = loss.loss.data && loss.reduction != RAFTER_NONE;
         block_totals = reduces ? layout->add(summing_blocks * int64_t(sizeof(Totals))) : 0;

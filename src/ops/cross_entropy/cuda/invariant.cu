@@ -36,7 +36,7 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> stats_from(const RowSums &sums)
     LossStats<OPTIONS> g = no_columns<OPTIONS>();
     g.s = sums.stats;
     if constexpr (OPTIONS == SMOOTH)
-        g.weighted = sums.total;
+        g.logit_sum = sums.total;
     return g;
 }
 
@@ -350,10 +350,9 @@ struct Invariant {
         const Problem p(call);
         if (p.lse_given)
             return "lse is given: no statistics are needed";
-        if (p.row_class == TINY_ROWS || (p.row_class == CHUNKED_ROWS && p.forward) ||
-            (p.row_class == COLUMN_ROWS && !p.gradient))
+        if (p.order == TINY_ROWS || (p.order == CHUNKED_ROWS && p.forward) || (p.order == STRIDED_ROWS && !p.gradient))
             return "rows are short, or columns";
-        if (p.forward && are_too_many(p.row_class, p.rows, p.classes))
+        if (p.forward && are_too_many(p.order, p.rows, p.classes))
             return "the kernels for such rows count fewer";
         if (p.row_packs() >= MOST_GRANULES)
             return "a row has more than 16 GiB";

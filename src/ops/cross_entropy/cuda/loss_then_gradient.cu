@@ -30,12 +30,12 @@ struct Halves {
     Halves(const cross_entropy_call &call, char *lse) : loss(call), gradient(call) {
         const Problem p(call);
         const bool columns = p.invariant && p.step(call.logits) != 1;
-        loss_variant = p.row_class == TINY_ROWS      ? &rafter_cuda_cross_entropy_tiny_rows
-                       : p.row_class == CHUNKED_ROWS ? &rafter_cuda_cross_entropy_streamed_rows
-                                                     : &rafter_cuda_cross_entropy_thread_per_row;
-        gradient_variant = columns                       ? &rafter_cuda_cross_entropy_tiles
-                           : p.row_class == CHUNKED_ROWS ? &rafter_cuda_cross_entropy_streamed_gradients
-                                                         : &rafter_cuda_cross_entropy_tiny_rows;
+        loss_variant = p.order == TINY_ROWS      ? &rafter_cuda_cross_entropy_tiny_rows
+                       : p.order == CHUNKED_ROWS ? &rafter_cuda_cross_entropy_streamed_rows
+                                                 : &rafter_cuda_cross_entropy_thread_per_row;
+        gradient_variant = columns                   ? &rafter_cuda_cross_entropy_tiles
+                           : p.order == CHUNKED_ROWS ? &rafter_cuda_cross_entropy_streamed_gradients
+                                                     : &rafter_cuda_cross_entropy_tiny_rows;
         loss.gradient = false;
         loss.dlogits = {};
         if (!call.loss.lse.data) {
@@ -65,7 +65,7 @@ const char *why_not(const rafter_context *context, const struct rafter_call *cal
     const Problem p(typed(call));
     if (!p.forward || !p.gradient)
         return "it is for loss and gradient at once";
-    if (p.row_class == OTHER_ROWS || (p.row_class == COLUMN_ROWS && !p.invariant))
+    if (p.order == OTHER_ROWS || (p.order == STRIDED_ROWS && !p.invariant))
         return "rows are too long, or not contiguous";
     if (p.rows == 0 || p.classes == 0)
         return "there are no rows or no classes";

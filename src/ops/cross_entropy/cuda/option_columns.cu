@@ -20,19 +20,19 @@ struct OptionColumns : OptionArgs {
 
 /* STEPS logits of each of four rows, after the softcap if there is one. */
 template <int STEPS> struct CappedColumns {
-    float v[STEPS][COLUMNS], slope[STEPS][COLUMNS]; /* after the softcap, and its derivative */
+    float v[STEPS][ROWS_PER_THREAD], slope[STEPS][ROWS_PER_THREAD]; /* after the softcap, and its derivative */
 
     /* Only `steps` steps exist, and only the rows that the thread has. The other logits are -inf, and stay so. */
     template <typename T, bool LOOSE>
-    DEVICE CappedColumns(const PlacedColumns<T, LOOSE> &place, const Pack<T, COLUMNS> (&packs)[STEPS], int steps,
+    DEVICE CappedColumns(const FourRows<T, LOOSE> &place, const Pack<T, ROWS_PER_THREAD> (&packs)[STEPS], int steps,
                          const LossNumbers &loss, bool with_slope) {
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
             unpack(packs[k], v[k]);
         if (loss.softcap == 0.0f)
             return;
-        typedef float(&All)[STEPS * COLUMNS];
-        const bool whole = steps >= STEPS && place.count == COLUMNS;
+        typedef float(&All)[STEPS * ROWS_PER_THREAD];
+        const bool whole = steps >= STEPS && place.count == ROWS_PER_THREAD;
         if (!whole) /* 0 for now: the tanh of -inf takes another branch than that of a small number */
             set_absent(place, steps, 0.0f);
         if (with_slope)
@@ -42,20 +42,20 @@ template <int STEPS> struct CappedColumns {
         if (!whole)
             set_absent(place, steps, -INFINITY);
     }
-    template <typename T, bool LOOSE>
-    DEVICE void set_absent(const PlacedColumns<T, LOOSE> &place, int steps, float value) {
+    template <typename T, bool LOOSE> DEVICE void set_absent(const FourRows<T, LOOSE> &place, int steps, float value) {
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
 #pragma unroll
-            for (int j = 0; j < COLUMNS; j++)
+            for (int j = 0; j < ROWS_PER_THREAD; j++)
                 v[k][j] = k < steps && place.has(j) ? v[k][j] : value;
     }
 };
 
 /* Adds logits v, after the softcap, to the statistics of four rows. */
-template <int STEPS> DEVICE void add_columns(RowStats (&s)[COLUMNS], const float (&v)[STEPS][COLUMNS], float scale) {
+template <int STEPS>
+DEVICE void add_columns(RowStats (&s)[ROWS_PER_THREAD], const float (&v)[STEPS][ROWS_PER_THREAD], float scale) {
 #pragma unroll
-    for (int j = 0; j < COLUMNS; j++) {
+    for (int j = 0; j < ROWS_PER_THREAD; j++) {
         float max = s[j].max, sum = 0.0f;
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
@@ -74,38 +74,38 @@ __global__ __launch_bounds__(THREADS, PER_SM) void option_column_losses(const __
     const BasicArgs &u = a.basic;
     const ColumnPacks &c = a.columns;
     const ClassWeights weights(u);
-    const float weight_sum = a.loss.weighted ? weights.sum(0, 1, u.classes) : 0.0f;
+    const float weight_sum = a.loss.smooths ? weights.sum(0, 1, u.classes) : 0.0f;
     double2 sum = {};
     for (unsigned i = blockIdx.x * THREADS + threadIdx.x; i < c.packs; i += gridDim.x * THREADS) {
-        const PlacedColumns<T, LOOSE> place(c, i);
+        const FourRows<T, LOOSE> place(c, i);
         const FourLabels<T, LOOSE> loaded(u, place);
-        Pack<T, COLUMNS> packs[STEPS];
+        Pack<T, ROWS_PER_THREAD> packs[STEPS];
         place.load(packs, 0, c.length);
-        int label[COLUMNS];
+        int label[ROWS_PER_THREAD];
         loaded.classes(u, label);
-        RowStats s[COLUMNS];
-        float target[COLUMNS] = {}, total[COLUMNS] = {};
+        RowStats s[ROWS_PER_THREAD];
+        float target[ROWS_PER_THREAD] = {}, total[ROWS_PER_THREAD] = {};
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
+        for (int j = 0; j < ROWS_PER_THREAD; j++)
             s[j] = no_elements();
-        place.for_columns(packs, 0, c.length, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+        place.for_packs(packs, 0, c.length, [&](int l, const Pack<T, ROWS_PER_THREAD>(&group)[STEPS]) {
             const CappedColumns<STEPS> capped(place, group, c.length - l, a.loss, false);
-            const float(&v)[STEPS][COLUMNS] = capped.v;
+            const float(&v)[STEPS][ROWS_PER_THREAD] = capped.v;
             add_columns(s, v, a.loss.scale);
 #pragma unroll
             for (int k = 0; k < STEPS; k++) {
-                const float weight = a.loss.weighted && l + k < c.length ? weights.of_class(l + k) : 0.0f;
+                const float weight = a.loss.smooths && l + k < c.length ? weights.of_class(l + k) : 0.0f;
 #pragma unroll
-                for (int j = 0; j < COLUMNS; j++) {
+                for (int j = 0; j < ROWS_PER_THREAD; j++) {
                     target[j] = label[j] - l == k ? v[k][j] : target[j];
-                    if (a.loss.weighted && l + k < c.length)
+                    if (a.loss.smooths && l + k < c.length)
                         total[j] = fmaf(weight, v[k][j], total[j]);
                 }
             }
         });
-        float lse[COLUMNS], loss[COLUMNS];
+        float lse[ROWS_PER_THREAD], loss[ROWS_PER_THREAD];
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++) {
+        for (int j = 0; j < ROWS_PER_THREAD; j++) {
             const float weight = label[j] >= 0 ? weights.of_class(label[j]) : 1.0f;
             const LossAndLse result =
                 loss_of_row(a.loss, s[j], target[j], weight, weight_sum, fmaf(s[j].max, weight_sum, -total[j]));
@@ -127,17 +127,17 @@ __global__ __launch_bounds__(THREADS, PER_SM) void option_column_losses(const __
 /* Loads a number of each of four rows. Offsets take divisions: the loop is not unrolled, so that their code is there
  * once. */
 template <typename T, bool LOOSE>
-DEVICE void load_strided(float (&numbers)[COLUMNS], const Rows &from, const PlacedColumns<T, LOOSE> &place) {
-    int64_t offset[COLUMNS] = {};
+DEVICE void load_strided(float (&numbers)[ROWS_PER_THREAD], const Rows &from, const FourRows<T, LOOSE> &place) {
+    int64_t offset[ROWS_PER_THREAD] = {};
 #pragma unroll 1
-    for (int j = 0; j < COLUMNS && place.has(j); j++) {
+    for (int j = 0; j < ROWS_PER_THREAD && place.has(j); j++) {
         const int64_t at = from.offset(place.row + place.apart(j));
 #pragma unroll
-        for (int i = 0; i < COLUMNS; i++)
+        for (int i = 0; i < ROWS_PER_THREAD; i++)
             offset[i] = i == j ? at : offset[i];
     }
 #pragma unroll
-    for (int j = 0; j < COLUMNS; j++)
+    for (int j = 0; j < ROWS_PER_THREAD; j++)
         if (place.has(j))
             numbers[j] = reinterpret_cast<const float *>(from.data)[offset[j]];
 }
@@ -153,23 +153,23 @@ __global__ __launch_bounds__(THREADS, PER_SM) void option_column_gradients(const
     if (part.index >= c.packs)
         return;
     const int from = part.from, to = part.to;
-    const PlacedColumns<T, LOOSE> place(c, part.index);
+    const FourRows<T, LOOSE> place(c, part.index);
     const FourLabels<T, LOOSE> loaded(u, place);
     FourUpstream four(place, u.lse, a.row_dlosses);
-    const float(&given)[COLUMNS] = four.lse, (&dloss)[COLUMNS] = four.dloss;
+    const float(&given)[ROWS_PER_THREAD] = four.lse, (&dloss)[ROWS_PER_THREAD] = four.dloss;
     if (a.strided_dloss.data)
         load_strided(four.dloss, a.strided_dloss, place);
-    Pack<T, COLUMNS> packs[STEPS];
+    Pack<T, ROWS_PER_THREAD> packs[STEPS];
     place.load(packs, from, to);
     const ClassWeights weights(u);
-    const float weight_sum = a.loss.weighted ? weights.sum(0, 1, u.classes) : 0.0f, factor = common_factor(a);
-    int label[COLUMNS];
+    const float weight_sum = a.loss.smooths ? weights.sum(0, 1, u.classes) : 0.0f, factor = common_factor(a);
+    int label[ROWS_PER_THREAD];
     loaded.classes(u, label);
-    RowStats s[COLUMNS];
-    float at_label[COLUMNS] = {}; /* the logit, before it may be overwritten; then the gradient */
+    RowStats s[ROWS_PER_THREAD];
+    float at_label[ROWS_PER_THREAD] = {}; /* the logit, before it may be overwritten; then the gradient */
     bool from_lse = true;
 #pragma unroll
-    for (int j = 0; j < COLUMNS; j++) {
+    for (int j = 0; j < ROWS_PER_THREAD; j++) {
         s[j] = no_elements();
         from_lse = from_lse && (label[j] < 0 || lse_is_accurate<T>(given[j]));
         if (LATE && label[j] >= from && label[j] < to)
@@ -179,14 +179,14 @@ __global__ __launch_bounds__(THREADS, PER_SM) void option_column_gradients(const
     }
     if (!from_lse) { /* every part reads the whole rows */
         place.load(packs, 0, c.length);
-        place.for_columns(packs, 0, c.length, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+        place.for_packs(packs, 0, c.length, [&](int l, const Pack<T, ROWS_PER_THREAD>(&group)[STEPS]) {
             add_columns(s, CappedColumns<STEPS>(place, group, c.length - l, a.loss, false).v, a.loss.scale);
         });
         place.load(packs, from, to);
     }
-    GradientOfRow<T> gradient[COLUMNS];
+    GradientOfRow<T> gradient[ROWS_PER_THREAD];
 #pragma unroll
-    for (int j = 0; j < COLUMNS; j++) {
+    for (int j = 0; j < ROWS_PER_THREAD; j++) {
         const Normalizer n =
             lse_is_accurate<T>(given[j]) ? normalizer_from_lse(a.loss, given[j]) : normalizer_from_stats(a.loss, s[j]);
         gradient[j] = GradientOfRow<T>(a.loss, n, factor * dloss[j], label[j] >= 0 ? weights.of_class(label[j]) : 1.0f,
@@ -194,19 +194,19 @@ __global__ __launch_bounds__(THREADS, PER_SM) void option_column_gradients(const
         at_label[j] = gradient[j].at_label(label[j], at_label[j], weights, a.loss);
         u.flag_bad_label(label[j]);
     }
-    place.for_columns(packs, from, to, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+    place.for_packs(packs, from, to, [&](int l, const Pack<T, ROWS_PER_THREAD>(&group)[STEPS]) {
         const CappedColumns<STEPS> capped(place, group, to - l, a.loss, true);
         T *dz = place.dx + l * c.slabs.step[1];
 #pragma unroll
         for (int k = 0; k < STEPS; k++, dz += c.slabs.step[1])
             if (l + k < to) {
-                const float weight = a.loss.weighted ? weights.of_class(l + k) : 0.0f;
-                float d[COLUMNS];
+                const float weight = a.loss.smooths ? weights.of_class(l + k) : 0.0f;
+                float d[ROWS_PER_THREAD];
 #pragma unroll
-                for (int j = 0; j < COLUMNS; j++) {
+                for (int j = 0; j < ROWS_PER_THREAD; j++) {
                     const GradientOfRow<T> &g = gradient[j];
                     d[j] = g.scaled.of(capped.v[k][j]);
-                    if (a.loss.weighted)
+                    if (a.loss.smooths)
                         d[j] = fmaf(-g.spread, weight, d[j]);
                     if (a.loss.softcap != 0.0f)
                         d[j] *= capped.slope[k][j];
@@ -217,7 +217,7 @@ __global__ __launch_bounds__(THREADS, PER_SM) void option_column_gradients(const
     });
     if constexpr (LATE)
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
+        for (int j = 0; j < ROWS_PER_THREAD; j++)
             if (label[j] >= from && label[j] < to)
                 place.dx[label[j] * c.slabs.step[1] + place.apart(j)] = from_float<T>(at_label[j]);
 }

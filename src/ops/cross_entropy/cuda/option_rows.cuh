@@ -31,11 +31,11 @@ struct RowOfPacks {
         row.pivot = __shfl_sync(~0u, pivot, lane);
         row.shift = __shfl_sync(~0u, shift, lane);
         row.factor = __shfl_sync(~0u, factor, lane);
-        if (loss.weighted)
+        if (loss.smooths)
             row.spread = __shfl_sync(~0u, spread, lane);
         return row;
     }
-    /* The gradients of a pack. `weight`: those of its classes; read only if loss.weighted. */
+    /* The gradients of a pack. `weight`: those of its classes; read only if loss.smooths. */
     template <typename T, int N>
     DEVICE Pack<T, N> of(const Pack<T, N> &pack, const float (&weight)[N], const LossNumbers &loss) const {
         const bool caps = loss.softcap != 0.0f;
@@ -49,7 +49,7 @@ struct RowOfPacks {
 #pragma unroll
         for (int j = 0; j < N; j++)
             d[j] = exp.of(d[j]);
-        if (loss.weighted)
+        if (loss.smooths)
 #pragma unroll
             for (int j = 0; j < N; j++)
                 d[j] = fmaf(-spread, weight[j], d[j]);
@@ -100,7 +100,7 @@ __global__ __launch_bounds__(OPTION_ROWS_THREADS,
     const float z_label = label >= 0 ? to_float(u.row_of_z<T>(own)[label]) : 0.0f;
     const ClassWeights weights(u);
     float weight[N] = {}, weight_sum = 0.0f;
-    if (loss.weighted) {
+    if (loss.smooths) {
 #pragma unroll
         for (int j = 0; j < N; j++)
             weight_sum += weight[j] = present ? weights.of_class(member * N + j) : 0.0f;

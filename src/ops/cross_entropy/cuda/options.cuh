@@ -64,14 +64,14 @@ struct LossAndLse {
 };
 
 /* Loss and lse of a row. `target`: v of the label. `weight`: that of the label. weight_sum: the sum over all classes.
- * `below`: the sum of weight * (max - v) over all classes. The last two: only if loss.weighted. */
+ * `below`: the sum of weight * (max - v) over all classes. The last two: only if loss.smooths. */
 DEVICE LossAndLse loss_of_row(const LossNumbers &loss, RowStats s, float target, float weight, float weight_sum,
                               float below) {
     const TwoFloats log_sum = log_in_floats(s.max == INFINITY ? NAN : s.sum);
     const float nll = rounded_sum(loss.scale * (s.max - target), log_sum);
     const float lse = rounded_sum(loss.scale * s.max, log_sum);
     float value = static_cast<float>(loss.label_share) * weight * (nll < 0.0f ? 0.0f : nll);
-    if (loss.weighted)
+    if (loss.smooths)
         value = fmaf(static_cast<float>(loss.spread), fmaf(log_sum.rounded(), weight_sum, loss.scale * below), value);
     if (loss.z_loss != 0.0f)
         value = fmaf(loss.z_loss * lse, lse, value);
@@ -118,7 +118,7 @@ template <typename T> struct GradientOfRow {
     DEVICE GradientOfRow(const LossNumbers &loss, const Normalizer &n, float own, float weight, float weight_sum)
         : pivot(n.pivot), target(own * static_cast<float>(loss.label_share) * weight),
           spread(own * static_cast<float>(loss.spread)), zero(n.share == INFINITY) {
-        float p = loss.weighted ? fmaf(spread, weight_sum, target) : target;
+        float p = loss.smooths ? fmaf(spread, weight_sum, target) : target;
         if (loss.z_loss != 0.0f)
             p = fmaf(own * 2.0f * loss.z_loss, n.lse, p);
         c = p * n.share;
@@ -129,7 +129,7 @@ template <typename T> struct GradientOfRow {
         float d = scaled.of(v);
         if (j == label)
             d = fmaf(c, expf(loss.scale * (v - pivot)), -target);
-        if (loss.weighted)
+        if (loss.smooths)
             d = fmaf(-spread, weights.of_class(j), d);
         if (loss.softcap != 0.0f)
             d *= cap_slope(z, v * loss.inverse_cap, loss);

@@ -5,9 +5,9 @@
 #define RAFTER_CROSS_ENTROPY_CUDA_PROBLEM_CUH
 
 #include "cuda/launch.cuh"
-#include "cuda/row_classes.cuh"
+#include "cuda/summation_order.cuh"
 #include "cuda/variant.cuh"
-#include "ops/columns.cuh"
+#include "ops/loss_classes.cuh"
 #include "ops/loss_sums.cuh"
 #include "ops/cross_entropy/call.h"
 
@@ -35,13 +35,13 @@ constexpr int64_t INVARIANT_PACKS = 128;
 struct Problem {
     int64_t rows, classes, row_bytes;
     bool forward;
-    bool gradient;      /* dlogits is wanted, and is not empty */
-    bool lse_given;     /* backward, with lse from forward */
-    bool contiguous;    /* rows are adjacent elements, in logits and dlogits */
-    bool strided;       /* rows are not contiguous, or dlogits is not aligned like logits */
-    bool invariant;     /* batch invariant */
-    RowClass row_class; /* of the rows of logits; for batch-invariant calls */
-    bool whole_packs;   /* rows are contiguous and consist of whole, aligned packs of 16 bytes */
+    bool gradient;        /* dlogits is wanted, and is not empty */
+    bool lse_given;       /* backward, with lse from forward */
+    bool contiguous;      /* rows are adjacent elements, in logits and dlogits */
+    bool strided;         /* rows are not contiguous, or dlogits is not aligned like logits */
+    bool invariant;       /* batch invariant */
+    SummationOrder order; /* of the rows of logits; for batch-invariant calls */
+    bool whole_packs;     /* rows are contiguous and consist of whole, aligned packs of 16 bytes */
 
     explicit Problem(const cross_entropy_call &call) {
         const rafter_view &z = call.logits, &dz = call.dlogits;
@@ -52,7 +52,7 @@ struct Problem {
         gradient = call.gradient && dz.numel > 0;
         lse_given = !forward && call.loss.lse.data;
         invariant = call.common.batch_invariant;
-        row_class = class_of_rows(classes, step(z), z.dtype);
+        order = summation_order_of(classes, step(z), z.dtype);
         whole_packs = allows_wide_access(z, z.ndim) && (!gradient || allows_wide_access(dz, dz.ndim));
         contiguous = step(z) == 1 && (!gradient || step(dz) == 1);
         strided = !contiguous || (gradient && !same_alignment(z, dz));

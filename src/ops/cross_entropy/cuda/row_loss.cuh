@@ -9,8 +9,8 @@
 namespace {
 
 /* The Op of row_stream.cuh, row_chunks.cuh and row_threads.cuh, which say what its members are: the outputs of rows,
- * without a gradient. WEIGHS, with SMOOTH: label smoothing is weighted by class. */
-template <typename T, int OPTIONS, bool WEIGHS = false> struct RowLoss {
+ * without a gradient. WEIGHTED_SMOOTHING, with SMOOTH: label smoothing is weighted by class. */
+template <typename T, int OPTIONS, bool WEIGHTED_SMOOTHING = false> struct RowLoss {
     typedef LossStats<OPTIONS> Stats;
     struct Row {
         int label; /* NO_ROW: there is no row */
@@ -18,8 +18,8 @@ template <typename T, int OPTIONS, bool WEIGHS = false> struct RowLoss {
     };
 
     static constexpr int NO_ROW = -3;
-    static constexpr bool LARGE = OPTIONS == FULL || WEIGHS, ADDS_EDGES = !LARGE;
-    static constexpr int CHUNK_ADDS = OPTIONS >= FULL || WEIGHS ? 2 : 0;
+    static constexpr bool LARGE = OPTIONS == FULL || WEIGHTED_SMOOTHING, ADDS_EDGES = !LARGE;
+    static constexpr int CHUNK_ADDS = OPTIONS >= FULL || WEIGHTED_SMOOTHING ? 2 : 0;
 
     const Loss &loss;
     Totals totals = {};
@@ -31,7 +31,7 @@ template <typename T, int OPTIONS, bool WEIGHS = false> struct RowLoss {
     }
     template <int N, int COUNT>
     DEVICE void add(Stats &g, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step) const {
-        if constexpr (WEIGHS)
+        if constexpr (WEIGHTED_SMOOTHING)
             add_weighted(g, packs, valid, column, step);
         else
             ::add(g, packs, valid, column, step, loss);
@@ -45,7 +45,7 @@ template <typename T, int OPTIONS, bool WEIGHS = false> struct RowLoss {
             if (k < valid) {
                 float v[N];
                 unpack(packs[k], v);
-                g.weighted += weighted_sum(v, column + k * step, loss);
+                g.logit_sum += weighted_sum(v, column + k * step, loss);
             }
     }
     /* See row_chunks.cuh. */
@@ -54,7 +54,7 @@ template <typename T, int OPTIONS, bool WEIGHS = false> struct RowLoss {
                         bool ragged, int valid_edges) const {
         Stats g = none();
         if constexpr (OPTIONS == SMOOTH)
-            g.s = reduce_lanes<LANES>(packs, most, valid, edges, ragged, valid_edges, loss.scale, &g.weighted);
+            g.s = reduce_lanes<LANES>(packs, most, valid, edges, ragged, valid_edges, loss.scale, &g.logit_sum);
         else if constexpr (OPTIONS == PLAIN)
             g.s = reduce_lanes<LANES>(packs, most, valid, edges, ragged, valid_edges, loss.scale);
         else if constexpr (OPTIONS == CAPPED)
@@ -74,7 +74,7 @@ template <typename T, int OPTIONS, bool WEIGHS = false> struct RowLoss {
 #pragma unroll
             for (int j = 0; j < N; j++)
                 sum[j % 2] += exp2_fast(bits[0][j]);
-            if (loss.weighted)
+            if (loss.smooths)
 #pragma unroll
                 for (int j = 0; j < N; j++)
                     all += bits[0][j];
@@ -89,13 +89,13 @@ template <typename T, int OPTIONS, bool WEIGHS = false> struct RowLoss {
         Stats g = none();
         g.s = {0.0f, sum_of_lanes<LANES>(sum[0] + sum[1])};
         g.largest = max_of_row<LANES>(packs, most, edges, ragged);
-        if (loss.weighted)
-            g.weighted = loss.cap_per_bit * sum_of_lanes<LANES>(all);
+        if (loss.smooths)
+            g.logit_sum = loss.cap_per_bit * sum_of_lanes<LANES>(all);
         return g;
     }
     /* Whether `reduce` serves the call; else packs are added one after the other. */
     DEVICE bool reduces() const {
-        return !WEIGHS && (OPTIONS < FULL || (OPTIONS == CAPPED && loss.cap_bounds));
+        return !WEIGHTED_SMOOTHING && (OPTIONS < FULL || (OPTIONS == CAPPED && loss.cap_bounds));
     }
     DEVICE Stats merge(const Stats &x, const Stats &y) const {
         return ::merge(x, y, loss.scale);

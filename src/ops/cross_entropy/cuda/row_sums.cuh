@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* For few_rows.cu and few_columns.cu: sums over a row with any options but row weights, and the row's outputs. */
+/* For small_contiguous.cu and small_strided.cu: sums over a row with any options but row weights, and the row's outputs. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_ROW_SUMS_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_ROW_SUMS_CUH
 
@@ -27,7 +27,7 @@ struct RowSums {
         for (int j = 0; j < N; j++)
             sum += exp_below(v[j] - pivot, loss.scale);
         stats = {max, fmaf(stats.sum, exp_below(stats.max - pivot, loss.scale), sum)};
-        if (loss.weighted)
+        if (loss.smooths)
 #pragma unroll
             for (int j = 0; j < N; j++)
                 if (j < valid) {

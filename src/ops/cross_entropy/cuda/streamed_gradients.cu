@@ -130,7 +130,7 @@ struct StreamedGradients {
         if (p.step(call.logits) != 1 || p.step(call.dlogits) != 1)
             return "rows are not contiguous";
         if (p.invariant)
-            return why_not_class(CHUNKED_ROWS, p.row_class, p.rows, p.classes);
+            return why_not_order(CHUNKED_ROWS, p.order, p.rows, p.classes);
         constexpr int64_t LEAST_SHIFTED = 264, LEAST_OF_MANY = 160, LARGE = 32 << 20; /* docs/perf/cross_entropy.md */
         if (p.strided && p.rows * p.row_bytes < LARGE &&
             p.row_bytes < (are_many(p.rows) ? LEAST_OF_MANY : LEAST_SHIFTED))

@@ -23,23 +23,22 @@ struct ChunkArgs {
 template <int OPTIONS> constexpr int STREAMS_PER_SM = OPTIONS >= FULL ? 3 : 4;
 constexpr int CHUNKS_PER_SM = 3;
 
-template <typename T, int OPTIONS, bool WEIGHS>
-__global__
-__launch_bounds__(STREAM_THREADS,
-                  STREAMS_PER_SM<WEIGHS ? FULL : OPTIONS>) void streamed_rows(const __grid_constant__ StreamArgs a) {
+template <typename T, int OPTIONS, bool WEIGHTED_SMOOTHING>
+__global__ __launch_bounds__(STREAM_THREADS, STREAMS_PER_SM<WEIGHTED_SMOOTHING ? FULL : OPTIONS>) void streamed_rows(
+    const __grid_constant__ StreamArgs a) {
     wait_unless_prepared(a.call);
     DYNAMIC_SHARED(uint4, dynamic);
-    typedef RowLoss<T, OPTIONS, WEIGHS> Op;
+    typedef RowLoss<T, OPTIONS, WEIGHTED_SMOOTHING> Op;
     Op op(a.call);
     stream_rows<Op, T, STREAM_PACKS>(op, a.stream, dynamic);
     add_up(a.call, op.totals);
 }
 
-template <typename T, int OPTIONS, bool WEIGHS, int LANES>
+template <typename T, int OPTIONS, bool WEIGHTED_SMOOTHING, int LANES>
 __global__ __launch_bounds__(CHUNK_THREADS, CHUNKS_PER_SM) void chunked_rows(const __grid_constant__ ChunkArgs a) {
     wait_unless_prepared(a.call);
     DYNAMIC_SHARED(uint4, dynamic);
-    typedef RowLoss<T, OPTIONS, WEIGHS> Op;
+    typedef RowLoss<T, OPTIONS, WEIGHTED_SMOOTHING> Op;
     Op op(a.call);
     reduce_chunks<Op, T, LANES>(op, a.chunks, dynamic);
     add_up(a.call, op.totals);
@@ -60,7 +59,7 @@ struct StreamedRows {
         if (p.gradient || !p.forward)
             return "it writes no gradient";
         if (p.invariant)
-            return why_not_class(CHUNKED_ROWS, p.row_class, p.rows, p.classes);
+            return why_not_order(CHUNKED_ROWS, p.order, p.rows, p.classes);
         if (p.strided)
             return "rows are not contiguous";
         return why_not_streamed(p.rows, p.classes, static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
@@ -87,16 +86,17 @@ struct StreamedRows {
         return layout.bytes;
     }
 
-    template <int OPTIONS, bool WEIGHS>
+    template <int OPTIONS, bool WEIGHTED_SMOOTHING>
     static void launch_with(const rafter_context *context, const Call &call, const Plan &plan, const Args &args) {
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (plan.chunks.blocks == 0)
                 return ::launch(context, Launch{plan.stream.blocks, STREAM_THREADS, stream_shared()},
-                                streamed_rows<T, OPTIONS, WEIGHS>, StreamArgs{args, plan.stream});
-            for_chunk_lanes<OPTIONS != FULL && !WEIGHS>(plan.chunks.lanes, [&](auto lanes) {
+                                streamed_rows<T, OPTIONS, WEIGHTED_SMOOTHING>, StreamArgs{args, plan.stream});
+            for_chunk_lanes<OPTIONS != FULL && !WEIGHTED_SMOOTHING>(plan.chunks.lanes, [&](auto lanes) {
                 ::launch(context, Launch{plan.chunks.blocks, CHUNK_THREADS, chunks_shared()},
-                         chunked_rows<T, OPTIONS, WEIGHS, decltype(lanes)::value>, ChunkArgs{args, plan.chunks});
+                         chunked_rows<T, OPTIONS, WEIGHTED_SMOOTHING, decltype(lanes)::value>,
+                         ChunkArgs{args, plan.chunks});
             });
         });
     }

@@ -14,7 +14,7 @@ struct Strided {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
-        return p.invariant && are_too_many(p.row_class, p.rows, p.classes)
+        return p.invariant && are_too_many(p.order, p.rows, p.classes)
                    ? "the call is batch invariant, and has more rows than the kernels for them count"
                    : NULL;
     }

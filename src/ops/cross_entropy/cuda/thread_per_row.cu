@@ -53,7 +53,7 @@ struct ThreadPerRow {
         if (p.rows == 0 || p.classes == 0)
             return "there are no rows or no classes";
         if (p.invariant)
-            return why_not_class(COLUMN_ROWS, p.row_class, p.rows, p.classes);
+            return why_not_order(STRIDED_ROWS, p.order, p.rows, p.classes);
         const Slabs s = slabs_of(call.logits, NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
         constexpr int64_t FEW_ROWS = 32, LONG = 1 << 16; /* docs/perf/cross_entropy.md */

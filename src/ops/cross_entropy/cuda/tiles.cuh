@@ -95,7 +95,7 @@ template <typename T, int OPTIONS> struct LossOp {
                 unpack(packs[k], x);
 #pragma unroll
                 for (int j = 0; j < N; j++)
-                    g[j].weighted += k < valid ? x[j] : 0.0f;
+                    g[j].logit_sum += k < valid ? x[j] : 0.0f;
             }
     }
     DEVICE Stats merge(const Stats &x, const Stats &y) const {

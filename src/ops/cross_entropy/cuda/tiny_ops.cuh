@@ -141,7 +141,7 @@ template <typename T> struct OptionsLoss : LossOfRows {
         LossAndLse result;
         if (label >= 0) {
             weight = weights.of_class(label);
-            if (a.loss.weighted)
+            if (a.loss.smooths)
 #pragma unroll
                 for (int j = 0; j < COUNT; j++)
                     if (j < u.classes)

@@ -48,13 +48,13 @@ DEVICE WholeRowStats stats_of_tiny(const float (&x)[COUNT], int length, float z_
         for (int j = 0; j < COUNT; j++)
             v[j] = j < length ? capped(x[j], loss) : -INFINITY;
     }
-    if (loss.weighted) {
+    if (loss.smooths) {
         float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < COUNT; j++)
             if (j < length)
                 sum = fmaf(loss.class_weight ? loss.class_weight[j * loss.class_stride] : 1.0f, v[j], sum);
-        f.weighted = sum;
+        f.logit_sum = sum;
     }
     f.max = -INFINITY;
 #pragma unroll
@@ -204,7 +204,7 @@ struct TinyRowsVariant {
             return why_not_close(p, call);
         return p.gradient && p.lse_given && p.step(call.logits) != 1
                    ? "rows are not contiguous, and lse is given"
-                   : why_not_class(TINY_ROWS, p.row_class, p.rows, p.classes);
+                   : why_not_order(TINY_ROWS, p.order, p.rows, p.classes);
     }
     /* Why the rows do not follow each other closely, for tiny_rows, or NULL. */
     static const char *why_not_close(const Problem &p, const Call &call) {

@@ -59,7 +59,7 @@ __global__ __launch_bounds__(ROW_THREADS) void publish_rows(const __grid_constan
         else
             all.s = relative_to_largest(g, loss);
         if constexpr (OPTIONS == SMOOTH || OPTIONS == CAPPED)
-            all.weighted = g.weighted;
+            all.logit_sum = g.logit_sum;
         all.z_label = loss.has_class(label) ? to_float(c.z.at<const T>(row)[loss.column_of(label)]) : 0.0f;
     }
     loss_group::publish(exchange, row, all, loss);

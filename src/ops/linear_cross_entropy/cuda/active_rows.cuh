@@ -10,7 +10,7 @@
 
 #include "core/sizes.h"
 #include "cuda/row_statistics.cuh"
-#include "ops/columns.cuh"
+#include "ops/loss_classes.cuh"
 #include "ops/loss_sums.cuh"
 
 namespace lce {

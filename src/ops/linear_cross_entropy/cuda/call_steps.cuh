@@ -68,7 +68,7 @@ struct CopyOfActive {
 struct ActiveRowsSetup {
     bool drop_ignored;
     int *order, *classes; /* of ActiveRows. NULL: no list */
-    unsigned *counters;   /* of tiles::SplitSums, to be cleared */
+    unsigned *counters;   /* of gemm::SplitSums, to be cleared */
     int counter_count;
     Labels labels;
     CopyOfActive copy;

@@ -4,7 +4,7 @@
 #ifndef RAFTER_LCE_CUDA_FINISH_ROW_CUH
 #define RAFTER_LCE_CUDA_FINISH_ROW_CUH
 
-#include "ops/columns.cuh"
+#include "ops/loss_classes.cuh"
 #include "ops/loss_sums.cuh"
 
 namespace lce {

@@ -54,7 +54,7 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
 
 size_t HopperCompact::fit(const Problem &p, const Limits &limits, int clusters, Plan *plan) {
     const int64_t split_bytes =
-        p.gradients() ? split_capacity_for(p, limits, clusters, p.rows, true) * tiles::SPLIT_BYTES : 0;
+        p.gradients() ? split_capacity_for(p, limits, clusters, p.rows, true) * gemm::SPLIT_BYTES : 0;
     return fit_slices(
         p, limits.budget, slice_for(p, min(DZ_BYTES, ALL_BYTES - split_bytes)),
         p.gradients() ? TILE_BYTES : FORWARD_TILE_BYTES,

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The steps of the Hopper variants: our own products (cuda/tiles.cuh), and the kernels between them.
+ * The steps of the Hopper variants: our own products (cuda/hopper_gemm.cuh), and the kernels between them.
  * The product that forms logits converts them at once, so that no logit is ever stored. Products
  * multiply active rows only, whose number they read on the device.
  */
 #ifndef RAFTER_LCE_CUDA_HOPPER_STEPS_CUH
 #define RAFTER_LCE_CUDA_HOPPER_STEPS_CUH
 
-#include "cuda/tiles.cuh"
+#include "cuda/hopper_gemm.cuh"
 #include "ops/linear_cross_entropy/cuda/call_steps.cuh"
 #include "ops/linear_cross_entropy/cuda/gradient_steps.cuh"
 
@@ -15,7 +15,7 @@ namespace lce {
 
 /* ---- which calls ----------------------------------------------------------------------------- */
 
-constexpr int TILE_CLASSES = tiles::COLUMNS;
+constexpr int TILE_CLASSES = gemm::COLUMNS;
 
 /* With at most this many classes per element of depth, fast converts exponentials to dz in place. */
 constexpr int64_t MOST_CLASSES_PER_DEPTH = 2;
@@ -25,7 +25,7 @@ inline int64_t tiles_across(int64_t classes) {
 }
 
 inline int clusters_of(const rafter_cuda_state &device) {
-    return device.multiprocessors / tiles::CLUSTER;
+    return device.multiprocessors / gemm::CLUSTER;
 }
 
 /* Whether dW has so few tiles that most of the GPU is idle even if each tile is
@@ -100,7 +100,7 @@ inline SpreadPlace spread_place_of(const Problem &p) {
 /* A Run of a Hopper variant. */
 struct HopperRun : Run {
     ActiveRows active;
-    tiles::SplitSums split;
+    gemm::SplitSums split;
     Matrix x, copy; /* x for products if all rows are active; the copy of active rows for other calls */
     Matrix w;
     float *z_label;
@@ -118,10 +118,10 @@ struct HopperRun : Run {
 
     /* How tiles of products whose results are rows of the call are split. If the call is batch invariant, that
      * must not depend on the number of tiles: those of logits are never split, those of dx always alike. */
-    tiles::SplitSums logit_split() const {
+    gemm::SplitSums logit_split() const {
         return {split.sums, split.counters, problem.invariant ? 0 : split.capacity};
     }
-    tiles::SplitSums dx_split(int64_t classes) const {
+    gemm::SplitSums dx_split(int64_t classes) const {
         const int parts = invariant_dx_parts(problem, classes);
         return {split.sums, split.counters, problem.invariant ? 0 : split.capacity, parts > 1 ? parts : 0};
     }
@@ -144,13 +144,13 @@ enum LogitMode { STATISTICS, EXPONENTIALS, GRADIENT };
 
 /* Statistics of a row over a tile that some options need beyond RowStats: see LossStats<FULL>. */
 struct alignas(16) OptionStats {
-    float weighted, moment, best;
+    float logit_sum, moment, best;
     int argmax;
 };
 
 struct LogitTask {
     ActiveRows active;
-    tiles::SplitSums split;
+    gemm::SplitSums split;
     int64_t first_row, rows, first_class, classes; /* of active rows, and of W */
     int depth;
     float scale;               /* of logits */
@@ -161,7 +161,7 @@ struct LogitTask {
     int64_t class_stride;
     bool smooths, wants_argmax;   /* which OptionStats are wanted; smooths, in GRADIENT: the spread is */
     bool differentiates_entropy;  /* GRADIENT */
-    bool wide;                    /* tiles::ClusterShape */
+    bool wide;                    /* gemm::ClusterShape */
     RowStats *stats;              /* [rows][tiles]; GRADIENT: not written */
     OptionStats *more;            /* [rows][tiles]; NULL: not wanted */
     int tiles;                    /* per row of `stats` */
@@ -191,7 +191,7 @@ rafter_status hopper_dweight(const HopperRun &run, const Dz &dz, int64_t first, 
 
 /* dx of active rows [first, first + rows). dz is in one part, or in two: `dz` and then `rest`. */
 struct DxInput {
-    Dz dz, rest; /* rest.classes 0: none. Else dz.classes is a multiple of tiles::DEPTH */
+    Dz dz, rest; /* rest.classes 0: none. Else dz.classes is a multiple of gemm::DEPTH */
     int64_t first, rows;
     const RowGradient *gradients; /* of all active rows, if dz is exponentials; NULL: it is dz */
 };

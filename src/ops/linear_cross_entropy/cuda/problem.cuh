@@ -11,7 +11,7 @@
 
 #include "core/sizes.h"
 #include "cuda/backend.cuh"
-#include "cuda/products.cuh"
+#include "cuda/cublaslt_products.cuh"
 #include "ops/linear_cross_entropy/call.h"
 
 namespace lce {
@@ -132,7 +132,7 @@ inline const char *why_not_fast(const Problem &p) {
     return NULL;
 }
 
-/* If classes are spread over ranks, compact also serves calls that insist on fast, where hopper_shared does
+/* If classes are spread over ranks, compact also serves calls that insist on fast, where hopper_over_ranks does
  * not; and a rank may have no classes. */
 inline const char *why_not_compact(const Problem &p) {
     if (p.rows == 0 || (p.classes == 0 && !p.shared))

@@ -78,7 +78,7 @@ struct Invariant {
         const Problem p(call);
         if (p.backward)
             return "it is for forward";
-        if (p.row_class() != OTHER_ROWS)
+        if (p.order() != OTHER_ROWS)
             return "rows are short, or columns";
         return p.row_bytes() / 16 >= MOST_GRANULES ? "a row has more than 16 GiB" : NULL;
     }

@@ -72,7 +72,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS,
     for (int k = 0; k < COUNT; k++)
         if (first + k * GRADIENT_THREADS < p.packs)
             packs[k] = load_once<T, N>(x + (first + k * GRADIENT_THREADS) * N);
-    issue_loads_first();
+    fence_loads();
     const ScaledExp<T> gradient =
         gradient_of_row<T>(load_number_now(p.lse.lse, p.lse.dtype, row), load_number_now(p.dlse, p.dlse_dtype, row));
 #pragma unroll

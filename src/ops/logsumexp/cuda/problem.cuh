@@ -4,7 +4,7 @@
 #define RAFTER_LOGSUMEXP_CUDA_PROBLEM_CUH
 
 #include "cuda/launch.cuh"
-#include "cuda/row_classes.cuh"
+#include "cuda/summation_order.cuh"
 #include "cuda/two_floats.cuh"
 #include "cuda/variant.cuh"
 #include "ops/logsumexp/call.h"
@@ -63,8 +63,8 @@ struct Problem {
     }
     /* For batch-invariant calls: which kernels take the rows. Rows of whole packs that take a warp each are
      * faster in registers than in chunks. */
-    RowClass row_class() const {
-        const RowClass by_length = class_of_rows(n, x.stride[x.ndim - 1], x.dtype);
+    SummationOrder order() const {
+        const SummationOrder by_length = summation_order_of(n, x.stride[x.ndim - 1], x.dtype);
         return by_length == CHUNKED_ROWS && row_bytes() % 16 == 0 && 2 * row_bytes() > CHUNK_BYTES ? OTHER_ROWS
                                                                                                    : by_length;
     }

@@ -17,10 +17,10 @@ struct ColumnArgs {
 /* Numbers of four rows, in a tensor that is fp32 or has x's dtype. They are converted when they are used: see
  * load_bits_now. */
 template <typename T> struct FourNumbers {
-    Pack<float, COLUMNS> wide;
-    Pack<T, COLUMNS> narrow;
+    Pack<float, ROWS_PER_THREAD> wide;
+    Pack<T, ROWS_PER_THREAD> narrow;
 
-    template <bool LOOSE> DEVICE void load(const Rows &from, const PlacedColumns<T, LOOSE> &place) {
+    template <bool LOOSE> DEVICE void load(const Rows &from, const FourRows<T, LOOSE> &place) {
         if (from.dtype == RAFTER_F32)
             wide = place.load_numbers(reinterpret_cast<const float *>(from.data) + place.row);
         else
@@ -38,18 +38,18 @@ __global__ __launch_bounds__(THREADS, 6) void column_logsumexp(const __grid_cons
     const unsigned i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= c.packs)
         return;
-    const PlacedColumns<T, LOOSE> place(c, i);
-    Pack<T, COLUMNS> packs[STEPS];
+    const FourRows<T, LOOSE> place(c, i);
+    Pack<T, ROWS_PER_THREAD> packs[STEPS];
     place.load(packs, 0, c.length);
-    RowStats s[COLUMNS];
+    RowStats s[ROWS_PER_THREAD];
 #pragma unroll
-    for (int j = 0; j < COLUMNS; j++)
+    for (int j = 0; j < ROWS_PER_THREAD; j++)
         s[j] = no_elements();
-    place.for_columns(packs, 0, c.length,
-                      [&](int, const Pack<T, COLUMNS>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
-    float lse[COLUMNS];
+    place.for_packs(packs, 0, c.length,
+                    [&](int, const Pack<T, ROWS_PER_THREAD>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
+    float lse[ROWS_PER_THREAD];
 #pragma unroll
-    for (int j = 0; j < COLUMNS; j++)
+    for (int j = 0; j < ROWS_PER_THREAD; j++)
         lse[j] = lse_of(s[j]);
     const LseNumbers &to = a.lse.numbers;
     if (to.dtype == RAFTER_F32)
@@ -68,26 +68,26 @@ __global__ __launch_bounds__(THREADS, 6) void column_gradients(const __grid_cons
     if (part.index >= c.packs)
         return;
     const int from = part.from, to = part.to;
-    const PlacedColumns<T, LOOSE> place(c, part.index);
+    const FourRows<T, LOOSE> place(c, part.index);
     FourNumbers<T> lse, dlse;
     lse.load(a.lse, place);
     if (!one_dlse)
         dlse.load(a.dlse, place);
-    Pack<T, COLUMNS> packs[STEPS];
+    Pack<T, ROWS_PER_THREAD> packs[STEPS];
     place.load(packs, from, to);
     const float of_all = one_dlse ? load_number_now(a.dlse.data, a.dlse.dtype, 0) : 0.0f;
-    ScaledExp<T> gradient[COLUMNS];
+    ScaledExp<T> gradient[ROWS_PER_THREAD];
 #pragma unroll
-    for (int j = 0; j < COLUMNS; j++)
+    for (int j = 0; j < ROWS_PER_THREAD; j++)
         gradient[j] = gradient_of_row<T>(lse.get(a.lse, j), one_dlse ? of_all : dlse.get(a.dlse, j));
-    place.for_columns(packs, from, to, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+    place.for_packs(packs, from, to, [&](int l, const Pack<T, ROWS_PER_THREAD>(&group)[STEPS]) {
         T *dx = place.dx + l * c.slabs.step[1];
 #pragma unroll
         for (int k = 0; k < STEPS; k++, dx += c.slabs.step[1]) {
-            float d[COLUMNS];
+            float d[ROWS_PER_THREAD];
             unpack(group[k], d);
 #pragma unroll
-            for (int j = 0; j < COLUMNS; j++)
+            for (int j = 0; j < ROWS_PER_THREAD; j++)
                 d[j] = gradient[j].of(d[j]);
             if (l + k < to)
                 place.store(dx, packed<T>(d));
@@ -107,7 +107,7 @@ struct ShortColumns {
      * loose. */
     static bool in_fours(const Rows &numbers, rafter_dtype dtype, bool loose) {
         const bool aligned =
-            reinterpret_cast<uintptr_t>(numbers.data) % (COLUMNS * rafter_dtype_bytes(numbers.dtype)) == 0;
+            reinterpret_cast<uintptr_t>(numbers.data) % (ROWS_PER_THREAD * rafter_dtype_bytes(numbers.dtype)) == 0;
         return numbers.contiguous() && (numbers.dtype == RAFTER_F32 || numbers.dtype == dtype) && (loose || aligned);
     }
     static bool is_one_number(const Rows &numbers) {
@@ -128,7 +128,7 @@ struct ShortColumns {
         if (const char *const reason = why_not_column_packs(s, choice(p), bytes))
             return reason;
         const LseRows lse = lse_rows(call);
-        const int64_t four = COLUMNS * bytes;
+        const int64_t four = ROWS_PER_THREAD * bytes;
         const bool loose = are_loose(s, choice(p).tensors, bytes);
         if (!in_fours(lse, p.x.dtype, loose) ||
             (!loose && reinterpret_cast<uintptr_t>(lse.numbers.rounded) % four != 0))

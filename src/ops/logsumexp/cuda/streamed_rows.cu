@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Forward of many contiguous rows, of any alignment: warps take batches of rows. Short rows are reduced several at a
  * time (cuda/row_chunks.cuh), longer ones one after the other (cuda/row_stream.cuh). */
-#include "cuda/row_classes.cuh"
+#include "cuda/summation_order.cuh"
 #include "cuda/row_stream.cuh"
 #include "ops/logsumexp/cuda/row_logsumexp.cuh"
 
@@ -47,7 +47,7 @@ struct StreamedRows {
         if (p.backward)
             return "it writes no gradient";
         if (call.common.batch_invariant)
-            return why_not_class(CHUNKED_ROWS, p.row_class(), p.rows, p.n);
+            return why_not_order(CHUNKED_ROWS, p.order(), p.rows, p.n);
         if (const char *const reason = why_not_slabs(p, call))
             return reason;
         if (!p.contiguous)

@@ -42,7 +42,7 @@ struct ThreadPerRow {
         if (p.backward)
             return "it writes no gradient";
         if (call.common.batch_invariant)
-            return why_not_class(COLUMN_ROWS, p.row_class(), p.rows, p.n);
+            return why_not_order(STRIDED_ROWS, p.order(), p.rows, p.n);
         if (const char *const reason = why_not_slabs(p, call))
             return reason;
         const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));

@@ -87,7 +87,7 @@ struct Tiny {
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
         if (call.common.batch_invariant && !p.backward)
-            return why_not_class(TINY_ROWS, p.row_class(), p.rows, p.n);
+            return why_not_order(TINY_ROWS, p.order(), p.rows, p.n);
         return why_not_close(p, call);
     }
     /* Why the rows do not follow each other closely, for tiny_rows, or NULL. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Backward of logsumexp over contiguous rows that begin at any element, in x and in dx: a thread takes
- * packs of 16 bytes that are aligned in dx, and loads x wherever it lies (cuda/pack_anywhere.cuh).
+ * packs of 16 bytes that are aligned in dx, and loads x wherever it lies (cuda/unaligned_pack.cuh).
  */
 #include "cuda/elementwise.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"
@@ -27,7 +27,7 @@ __global__ __launch_bounds__(THREADS, 8) void unaligned_gradients(const __grid_c
     wait_for_inputs();
     const T *const begin = reinterpret_cast<const T *>(a.tensors.data[X]), *const end = reinterpret_cast<const T *>(
                                                                                a.tensors.end[X]);
-    PackAnywhere<T> x[PACKS];
+    UnalignedPack<T> x[PACKS];
     float lse[PACKS], dlse[PACKS];
     T *to[PACKS];
     int column[PACKS];
@@ -45,7 +45,7 @@ __global__ __launch_bounds__(THREADS, 8) void unaligned_gradients(const __grid_c
         if constexpr (NARROW<T>) {
             lse[k] = load_number_now(a.tensors.data[LSE], a.lse_dtype, at[LSE]);
             dlse[k] = load_number_now(a.tensors.data[DLSE], a.dlse_dtype, at[DLSE]);
-        } else { /* PackAnywhere<float> uses what it loads at once: loads in order would wait for it */
+        } else { /* UnalignedPack<float> uses what it loads at once: loads in order would wait for it */
             lse[k] = load_number(a.tensors.data[LSE], a.lse_dtype, at[LSE]);
             dlse[k] = load_number(a.tensors.data[DLSE], a.dlse_dtype, at[DLSE]);
         }

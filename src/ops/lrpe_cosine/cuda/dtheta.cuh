@@ -7,6 +7,7 @@
 #ifndef RAFTER_LRPE_COSINE_CUDA_DTHETA_CUH
 #define RAFTER_LRPE_COSINE_CUDA_DTHETA_CUH
 
+#include "cuda/reductions.cuh"
 #include "ops/lrpe_cosine/cuda/problem.cuh"
 
 namespace lrpe {

@@ -13,9 +13,10 @@
 #include <type_traits>
 
 #include "cuda/launch.cuh"
-#include "cuda/row_statistics.cuh"
+#include "cuda/rows.cuh"
 #include "cuda/sincos.cuh"
 #include "cuda/variant.cuh"
+#include "cuda/view_layout.cuh"
 #include "ops/lrpe_cosine/call.h"
 
 namespace lrpe {

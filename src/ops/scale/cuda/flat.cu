@@ -6,8 +6,9 @@
  * of the tensor.
  */
 #include "cuda/launch.cuh"
-#include "cuda/row_statistics.cuh"
+#include "cuda/rows.cuh"
 #include "cuda/variant.cuh"
+#include "cuda/view_layout.cuh"
 #include "ops/scale/call.h"
 #include "ops/scale/cuda/times.cuh"
 

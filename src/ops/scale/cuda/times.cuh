@@ -3,7 +3,7 @@
 #ifndef RAFTER_SCALE_CUDA_TIMES_CUH
 #define RAFTER_SCALE_CUDA_TIMES_CUH
 
-#include "cuda/vocabulary.cuh"
+#include "cuda/primitives.cuh"
 
 namespace {
 

@@ -139,7 +139,7 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
             rescale_tiles(e, index, stats + index * tiles, tiles, gradient.pivot, loss);
         if (loss.dentropy.data)
             tilt_exponentials(e, index, gradient, loss.classes);
-        if (loss.weighted && loss.softcap != 0.0f)
+        if (loss.smooths && loss.softcap != 0.0f)
             subtract_spread(e, index, gradient, loss);
         const int64_t label = loss.load_label(x.active.order[first + index]);
         if (threadIdx.x == 0 && loss.has_class(label))

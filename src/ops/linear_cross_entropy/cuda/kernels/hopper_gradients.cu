@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Gradients of x and W on Hopper's tensor cores (cuda/tiles.cuh), for active rows only:
+ * Gradients of x and W on Hopper's tensor cores (cuda/hopper_gemm.cuh), for active rows only:
  *
  *     dx[rows, depth] = dz[rows, classes] W[classes, depth]
  *     dW[classes, depth] = dz^T x
@@ -9,7 +9,8 @@
  */
 #include <type_traits>
 
-#include "cuda/tile_results.cuh"
+#include "cuda/hopper_epilogue.cuh"
+#include "cuda/view_layout.cuh"
 #include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
 
 namespace lce {
@@ -18,7 +19,7 @@ namespace {
 
 struct DweightTask {
     ActiveRows active;
-    tiles::SplitSums split;
+    gemm::SplitSums split;
     int64_t first_row, rows; /* dz's, among the active rows */
     int64_t scaled;          /* rows of x_scaled, of which the last ones are dz's active rows; 0: x is the call's */
     int64_t classes, depth;
@@ -32,10 +33,10 @@ struct DweightTask {
 
 struct DxTask {
     ActiveRows active;
-    tiles::SplitSums split;
+    gemm::SplitSums split;
     int64_t first_row, rows; /* dz's, among the active rows */
     int64_t classes, depth;
-    int64_t in_front;    /* classes of the first part of dz: a multiple of tiles::DEPTH if there is a second part */
+    int64_t in_front;    /* classes of the first part of dz: a multiple of gemm::DEPTH if there is a second part */
     int64_t first_class; /* dz's, in W */
     const RowGradient *gradients; /* of all active rows, if dz is exponentials; NULL: it is dz */
     const void *weight;           /* of all classes */
@@ -44,7 +45,7 @@ struct DxTask {
     const float *alpha;      /* RESULTS only */
     void *dx;                /* of all the call's rows */
     int64_t dx_stride;
-    bool wide; /* tiles::ClusterShape */
+    bool wide; /* gemm::ClusterShape */
 };
 
 /* What a product for dx writes. RESULTS: dx itself. SUMS: fp32 sums of active rows; MORE_SUMS adds to
@@ -61,29 +62,29 @@ struct NoRows {
     }
 };
 
-/* The Job of tiles::multiply for dW, which is stored as U: T or fp32. ADD: adds to what `out` holds. */
+/* The Job of gemm::multiply for dW, which is stored as U: T or fp32. ADD: adds to what `out` holds. */
 template <typename T, typename U, bool ADD> struct DweightJob {
     typedef NoRows Rows;
     static constexpr bool PACKED = sizeof(U) == 2, KEEPS_PARTS = false;
-    static constexpr int HELD = PACKED ? 0 : tiles::HELD_FOR_FLOATS;
+    static constexpr int HELD = PACKED ? 0 : gemm::HELD_FOR_FLOATS;
     const CUtensorMap &dz, &x, &out;
     const DweightTask &task;
     const int dz_first, x_first, steps;
     const float factor;
-    const tiles::TileOrder order;
+    const gemm::TileOrder order;
 
     DEVICE DweightJob(const CUtensorMap &dz_map, const CUtensorMap &x_map, const CUtensorMap &out_map,
                       const DweightTask &t, int rows)
         : dz(dz_map), x(x_map), out(out_map), task(t),
           dz_first(static_cast<int>(rows > 0 ? 0 : task.rows)), /* no rows: start past the end, where loads return 0 */
           x_first(task.scaled ? static_cast<int>(task.scaled) - rows : task.active.copied_at(task.first_row)),
-          steps(max(1, (rows + tiles::DEPTH - 1) / tiles::DEPTH)), factor(task.alpha ? *task.alpha : 1.0f),
+          steps(max(1, (rows + gemm::DEPTH - 1) / gemm::DEPTH)), factor(task.alpha ? *task.alpha : 1.0f),
           order(ADD && rows == 0 ? 0 : task.classes, task.depth) {
     }
-    DEVICE tiles::Source a(int) const {
+    DEVICE gemm::Source a(int) const {
         return {&dz, 0, dz_first};
     }
-    DEVICE tiles::Source b(int) const {
+    DEVICE gemm::Source b(int) const {
         return {&x, 0, x_first};
     }
     DEVICE bool allows_wide_access() const {
@@ -105,7 +106,7 @@ template <typename T, typename U, bool ADD> struct DweightJob {
                        : 1.0f;
 #pragma unroll
         for (int j = 0; j < 32; j++) {
-            const float2 two = __ldg(reinterpret_cast<const float2 *>(task.spread_x + column + tiles::column_of(j)));
+            const float2 two = __ldg(reinterpret_cast<const float2 *>(task.spread_x + column + gemm::column_of(j)));
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 d[4 * j + 2 * i] = fmaf(-w[i], two.x, d[4 * j + 2 * i]);
@@ -114,9 +115,9 @@ template <typename T, typename U, bool ADD> struct DweightJob {
         }
     }
 
-    DEVICE void finish(float (&d)[128], const tiles::TileOrigin &origin, const Rows &rows, char *staging,
-                       char *const *held, tiles::Packed &packed) const {
-        constexpr int COLUMNS = PACKED ? tiles::CHUNK : tiles::FLOATS;
+    DEVICE void finish(float (&d)[128], const gemm::TileOrigin &origin, const Rows &rows, char *staging,
+                       char *const *held, gemm::Packed &packed) const {
+        constexpr int COLUMNS = PACKED ? gemm::CHUNK : gemm::FLOATS;
         U *to[2];
         rows_at(rows.row, to);
         packed.row = rows.row;
@@ -124,27 +125,27 @@ template <typename T, typename U, bool ADD> struct DweightJob {
         if (task.spread_x)
             subtract_spread(d, rows.row, origin.column);
 #pragma unroll
-        for (int part = 0; part < tiles::COLUMNS / COLUMNS; part++) {
+        for (int part = 0; part < gemm::COLUMNS / COLUMNS; part++) {
             float e[COLUMNS / 2];
 #pragma unroll
             for (int k = 0; k < COLUMNS / 2; k++)
                 e[k] = factor * d[part * COLUMNS / 2 + k];
             if constexpr (PACKED)
-                tiles::pack_part<U>(packed, part, e);
+                gemm::pack_part<U>(packed, part, e);
             else if (allows_wide_access())
-                tiles::store_floats<ADD>(e, part, staging, held, out, origin.column, rows.row);
+                gemm::store_floats<ADD>(e, part, staging, held, out, origin.column, rows.row);
             else
-                tiles::scatter_floats<ADD>(e, part, staging, to, origin.column, task.depth);
+                gemm::scatter_floats<ADD>(e, part, staging, to, origin.column, task.depth);
         }
     }
 
-    DEVICE void store(const tiles::Packed &packed, int part, char *staging) const {
+    DEVICE void store(const gemm::Packed &packed, int part, char *staging) const {
         if (allows_wide_access()) {
-            tiles::store_part<ADD>(packed, part, staging, out);
+            gemm::store_part<ADD>(packed, part, staging, out);
         } else {
             U *to[2];
             rows_at(packed.row, to);
-            tiles::scatter_part<U, ADD>(packed, part, staging, to, task.depth);
+            gemm::scatter_part<U, ADD>(packed, part, staging, to, task.depth);
         }
     }
 };
@@ -172,30 +173,30 @@ struct DxRows {
     }
 };
 
-/* The Job of tiles::multiply for dx, which is stored as U: T or fp32. END: a DxEnd. */
+/* The Job of gemm::multiply for dx, which is stored as U: T or fp32. END: a DxEnd. */
 template <typename T, typename U, int END> struct DxJob {
     typedef std::conditional_t<END == RESULTS, DxRows, NoRows> Rows;
     static constexpr bool PACKED = sizeof(U) == 2, KEEPS_PARTS = END == PART_SUMS;
-    static constexpr int HELD = PACKED ? 0 : tiles::HELD_FOR_FLOATS;
+    static constexpr int HELD = PACKED ? 0 : gemm::HELD_FOR_FLOATS;
     const CUtensorMap &dz, &dz_rest, &w, &out;
     const DxTask &task;
     const int rows, steps, in_front; /* steps: of all of dz; in_front: those of its first part */
     const bool in_rows;              /* RESULTS: rows of dx are the active rows, and the copy engine can store them */
     const float factor;              /* RESULTS */
-    const tiles::TileOrder order;
+    const gemm::TileOrder order;
 
     DEVICE DxJob(const CUtensorMap &dz_map, const CUtensorMap &rest_map, const CUtensorMap &w_map,
                  const CUtensorMap &out_map, const DxTask &t)
         : dz(dz_map), dz_rest(rest_map), w(w_map), out(out_map), task(t), rows(t.active.among(t.first_row, t.rows)),
-          steps(static_cast<int>((t.classes + tiles::DEPTH - 1) / tiles::DEPTH)),
-          in_front(static_cast<int>((t.in_front + tiles::DEPTH - 1) / tiles::DEPTH)),
+          steps(static_cast<int>((t.classes + gemm::DEPTH - 1) / gemm::DEPTH)),
+          in_front(static_cast<int>((t.in_front + gemm::DEPTH - 1) / gemm::DEPTH)),
           in_rows(*t.active.count == t.active.all && t.depth * sizeof(U) % 16 == 0),
           factor(END == RESULTS ? *t.alpha : 1.0f), order(rows, t.depth, t.wide) {
     }
-    DEVICE tiles::Source a(int k) const {
-        return k < in_front ? tiles::Source{&dz, 0, 0} : tiles::Source{&dz_rest, 0, -in_front * tiles::DEPTH};
+    DEVICE gemm::Source a(int k) const {
+        return k < in_front ? gemm::Source{&dz, 0, 0} : gemm::Source{&dz_rest, 0, -in_front * gemm::DEPTH};
     }
-    DEVICE tiles::Source b(int) const {
+    DEVICE gemm::Source b(int) const {
         return {&w, 0, static_cast<int>(task.first_class)};
     }
 
@@ -209,7 +210,7 @@ template <typename T, typename U, int END> struct DxJob {
             Pack<T, 2> label_weight[COUNT / 4];
 #pragma unroll
             for (int j = 0; j < COUNT / 4; j++) {
-                const int64_t at = column + tiles::column_of(j);
+                const int64_t at = column + gemm::column_of(j);
                 label_weight[j] = {};
                 if (label >= 0 && at + 1 < task.depth)
                     label_weight[j] = *reinterpret_cast<const Pack<T, 2> *>(from + at);
@@ -230,7 +231,7 @@ template <typename T, typename U, int END> struct DxJob {
     template <int COUNT> DEVICE void subtract_spread(float (&e)[COUNT], const Rows &loaded, int column) const {
 #pragma unroll
         for (int j = 0; j < COUNT / 4; j++) {
-            const int at = column + tiles::column_of(j);
+            const int at = column + gemm::column_of(j);
             if (at >= task.depth) /* the last block of a wide cluster may be past the sum's padding */
                 continue;
             const float2 two = __ldg(reinterpret_cast<const float2 *>(task.weight_sum + at));
@@ -249,9 +250,9 @@ template <typename T, typename U, int END> struct DxJob {
             to[i] = call_row[i] >= 0 ? static_cast<U *>(task.dx) + call_row[i] * task.dx_stride : NULL;
     }
 
-    DEVICE void finish(float (&d)[128], const tiles::TileOrigin &origin, const Rows &loaded, char *staging,
-                       char *const *held, tiles::Packed &packed) const {
-        constexpr int COLUMNS = PACKED ? tiles::CHUNK : tiles::FLOATS;
+    DEVICE void finish(float (&d)[128], const gemm::TileOrigin &origin, const Rows &loaded, char *staging,
+                       char *const *held, gemm::Packed &packed) const {
+        constexpr int COLUMNS = PACKED ? gemm::CHUNK : gemm::FLOATS;
         const int row = (END == RESULTS ? static_cast<int>(task.first_row) : 0) + loaded.row;
         if (KEEPS_PARTS && (row & ~15) % order.shape.rows() >= rows) /* the warp's 16 rows do not exist */
             return;
@@ -262,7 +263,7 @@ template <typename T, typename U, int END> struct DxJob {
             packed.at[1] = loaded.call_row[1];
         }
 #pragma unroll
-        for (int part = 0; part < tiles::COLUMNS / COLUMNS; part++) {
+        for (int part = 0; part < gemm::COLUMNS / COLUMNS; part++) {
             float e[COLUMNS / 2];
 #pragma unroll
             for (int k = 0; k < COLUMNS / 2; k++)
@@ -277,24 +278,24 @@ template <typename T, typename U, int END> struct DxJob {
                     e[k] *= factor;
             }
             if constexpr (PACKED) {
-                tiles::pack_part<U>(packed, part, e);
+                gemm::pack_part<U>(packed, part, e);
             } else if (END != RESULTS || in_rows) {
-                tiles::store_floats<END == MORE_SUMS>(e, part, staging, held, out, origin.column, row);
+                gemm::store_floats<END == MORE_SUMS>(e, part, staging, held, out, origin.column, row);
             } else {
                 U *to[2];
                 rows_at(packed.at, to);
-                tiles::scatter_floats<false>(e, part, staging, to, origin.column, task.depth);
+                gemm::scatter_floats<false>(e, part, staging, to, origin.column, task.depth);
             }
         }
     }
 
-    DEVICE void store(const tiles::Packed &packed, int part, char *staging) const {
+    DEVICE void store(const gemm::Packed &packed, int part, char *staging) const {
         if (in_rows) {
-            tiles::store_part<false>(packed, part, staging, out);
+            gemm::store_part<false>(packed, part, staging, out);
         } else {
             U *to[2];
             rows_at(packed.at, to);
-            tiles::scatter_part<U, false>(packed, part, staging, to, task.depth);
+            gemm::scatter_part<U, false>(packed, part, staging, to, task.depth);
         }
     }
 };
@@ -303,37 +304,37 @@ template <typename T, typename U, int END> struct DxJob {
 
 /* x, copy: the call's x, and the copy of its active rows; or x_scaled twice. */
 template <typename T, typename U, bool ADD>
-__global__ __launch_bounds__(tiles::THREADS, 1) void dweight_kernel(const __grid_constant__ CUtensorMap dz,
-                                                                    const __grid_constant__ CUtensorMap x,
-                                                                    const __grid_constant__ CUtensorMap copy,
-                                                                    const __grid_constant__ CUtensorMap out,
-                                                                    const __grid_constant__ DweightTask task) {
+__global__ __launch_bounds__(gemm::THREADS, 1) void dweight_kernel(const __grid_constant__ CUtensorMap dz,
+                                                                   const __grid_constant__ CUtensorMap x,
+                                                                   const __grid_constant__ CUtensorMap copy,
+                                                                   const __grid_constant__ CUtensorMap out,
+                                                                   const __grid_constant__ DweightTask task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     DYNAMIC_SHARED(char, memory);
-    __shared__ tiles::Barriers barriers;
-    tiles::begin(barriers, dz, x, copy, out);
+    __shared__ gemm::Barriers barriers;
+    gemm::begin(barriers, dz, x, copy, out);
     wait_for_previous_kernel();
     const bool all = *task.active.count == task.active.all;
     const int rows = task.active.among(task.first_row, task.rows);
-    tiles::multiply<T, true, true>(memory, barriers, DweightJob<T, U, ADD>(dz, all ? x : copy, out, task, rows),
-                                   task.split);
+    gemm::multiply<T, true, true>(memory, barriers, DweightJob<T, U, ADD>(dz, all ? x : copy, out, task, rows),
+                                  task.split);
 #else
     (void)dz, (void)x, (void)copy, (void)out, (void)task;
 #endif
 }
 
 template <typename T, typename U, int END>
-__global__ __launch_bounds__(tiles::THREADS, 1) void dx_kernel(const __grid_constant__ CUtensorMap dz,
-                                                               const __grid_constant__ CUtensorMap dz_rest,
-                                                               const __grid_constant__ CUtensorMap w,
-                                                               const __grid_constant__ CUtensorMap out,
-                                                               const __grid_constant__ DxTask task) {
+__global__ __launch_bounds__(gemm::THREADS, 1) void dx_kernel(const __grid_constant__ CUtensorMap dz,
+                                                              const __grid_constant__ CUtensorMap dz_rest,
+                                                              const __grid_constant__ CUtensorMap w,
+                                                              const __grid_constant__ CUtensorMap out,
+                                                              const __grid_constant__ DxTask task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     DYNAMIC_SHARED(char, memory);
-    __shared__ tiles::Barriers barriers;
-    tiles::begin(barriers, dz, dz_rest, w, out);
+    __shared__ gemm::Barriers barriers;
+    gemm::begin(barriers, dz, dz_rest, w, out);
     wait_for_previous_kernel();
-    tiles::multiply<T, false, true>(memory, barriers, DxJob<T, U, END>(dz, dz_rest, w, out, task), task.split);
+    gemm::multiply<T, false, true>(memory, barriers, DxJob<T, U, END>(dz, dz_rest, w, out, task), task.split);
 #else
     (void)dz, (void)dz_rest, (void)w, (void)out, (void)task;
 #endif
@@ -356,7 +357,7 @@ rafter_status no_map(rafter_context *context) {
 }
 
 bool map_operand(CUtensorMap *map, rafter_dtype dtype, const Matrix &m, bool transposed, int count) {
-    return tiles::map_operand(map, dtype, m.data, m.rows, m.columns, m.stride, transposed, count);
+    return gemm::map_operand(map, dtype, m.data, m.rows, m.columns, m.stride, transposed, count);
 }
 
 Matrix dz_matrix(const Dz &dz, int64_t rows) {
@@ -390,16 +391,16 @@ template <int END> rafter_status launch_dx(const HopperRun &run, const DxInput &
     task.alpha = out.alpha;
     task.dx = out.data;
     task.dx_stride = out.stride;
-    const tiles::ClusterShape shape = tiles::ClusterShape::of(task.rows);
+    const gemm::ClusterShape shape = gemm::ClusterShape::of(task.rows);
     task.wide = shape.wide;
 
     CUtensorMap dz_map, rest_map, w_map, out_map = {};
     if (!map_operand(&dz_map, dtype, dz, false, shape.a_share()) ||
         !map_operand(&rest_map, dtype, rest, false, shape.a_share()) ||
-        !map_operand(&w_map, dtype, run.w, true, tiles::SHARE) ||
-        !tiles::map_matrix(&out_map, out.dtype, out.data, out.rows, task.depth, out.stride, tiles::PART_ROWS))
+        !map_operand(&w_map, dtype, run.w, true, gemm::SHARE) ||
+        !gemm::map_matrix(&out_map, out.dtype, out.data, out.rows, task.depth, out.stride, gemm::PART_ROWS))
         return no_map(run.context);
-    const Launch how = tiles::launch_for(run.context->cuda_state, shape, task.rows, task.depth, task.split);
+    const Launch how = gemm::launch_for(run.context->cuda_state, shape, task.rows, task.depth, task.split);
     for_dtypes(dtype, out.dtype, [&](auto zero, auto out_zero) {
         typedef decltype(zero) T;
         typedef decltype(out_zero) U;
@@ -414,12 +415,12 @@ template <int END> rafter_status launch_dx(const HopperRun &run, const DxInput &
 int dx_parts(const HopperRun &run, const DxInput &in) {
     if (run.problem.invariant)
         return 1;
-    const tiles::ClusterShape shape = tiles::ClusterShape::of(in.rows);
+    const gemm::ClusterShape shape = gemm::ClusterShape::of(in.rows);
     const int64_t classes = in.dz.classes + in.rest.classes, tiles = shape.tiles(in.rows, run.problem.depth);
-    const Launch how = tiles::launch_for(run.context->cuda_state, shape, in.rows, run.problem.depth, run.split);
-    const tiles::TileScheduler scheduler =
-        tiles::TileScheduler::of(static_cast<int>(tiles), static_cast<int>(ceil_div<int64_t>(classes, tiles::DEPTH)),
-                                 static_cast<int>(how.blocks / tiles::CLUSTER), run.split.capacity);
+    const Launch how = gemm::launch_for(run.context->cuda_state, shape, in.rows, run.problem.depth, run.split);
+    const gemm::TileScheduler scheduler =
+        gemm::TileScheduler::of(static_cast<int>(tiles), static_cast<int>(ceil_div<int64_t>(classes, gemm::DEPTH)),
+                                static_cast<int>(how.blocks / gemm::CLUSTER), run.split.capacity);
     /* A cluster that adds up its tile takes 1.2 us per part, the kernel 5 to 8 us. */
     constexpr int MANY_PARTS = 6;
     const bool all_split = in.rows <= shape.rows() && scheduler.whole == 0;
@@ -433,7 +434,7 @@ rafter_status form_dx(const HopperRun &run, const DxInput &input, const DxOut &o
     const int parts = dx_parts(run, input);
     if (parts == 1)
         return launch_dx<RESULTS>(run, input, out);
-    const int64_t stride = run.problem.depth_stride(), rows = tiles::ClusterShape::of(input.rows).rows();
+    const int64_t stride = run.problem.depth_stride(), rows = gemm::ClusterShape::of(input.rows).rows();
     RAFTER_TRY(launch_dx<PART_SUMS>(run, input, {RAFTER_F32, run.split.sums, parts * rows, stride, NULL}));
     store(parts, rows * stride);
     return RAFTER_OK;
@@ -486,13 +487,12 @@ rafter_status hopper_dweight(const HopperRun &run, const Dz &dz, int64_t first, 
         task.class_weight = run.loss.class_weight + dz.first_class * task.class_stride;
 
     CUtensorMap dz_map, x_map, copy_map, out_map;
-    if (!map_operand(&dz_map, dtype, dz_matrix(dz, rows), true, tiles::ROWS) ||
-        !map_operand(&x_map, dtype, x, true, tiles::SHARE) ||
-        !map_operand(&copy_map, dtype, copy, true, tiles::SHARE) ||
-        !tiles::map_matrix(&out_map, out.dtype, out.data, dz.classes, run.problem.depth, out.stride, tiles::PART_ROWS))
+    if (!map_operand(&dz_map, dtype, dz_matrix(dz, rows), true, gemm::ROWS) ||
+        !map_operand(&x_map, dtype, x, true, gemm::SHARE) || !map_operand(&copy_map, dtype, copy, true, gemm::SHARE) ||
+        !gemm::map_matrix(&out_map, out.dtype, out.data, dz.classes, run.problem.depth, out.stride, gemm::PART_ROWS))
         return no_map(run.context);
     const Launch how =
-        tiles::launch_for(run.context->cuda_state, tiles::ClusterShape(false), task.classes, task.depth, task.split);
+        gemm::launch_for(run.context->cuda_state, gemm::ClusterShape(false), task.classes, task.depth, task.split);
     for_dtypes(dtype, out.dtype, [&](auto zero, auto out_zero) {
         typedef decltype(zero) T;
         typedef decltype(out_zero) U;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Logits that never leave the chip: x W^T on Hopper's tensor cores (cuda/tiles.cuh). Each tile of 128
+ * Logits that never leave the chip: x W^T on Hopper's tensor cores (cuda/hopper_gemm.cuh). Each tile of 128
  * rows x 256 classes is converted to statistics, exponentials or dz in the registers that summed it:
  * see hopper_steps.cuh. For 16-bit inputs.
  */
-#include "cuda/tile_results.cuh"
+#include "cuda/hopper_epilogue.cuh"
 #include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
 
 namespace lce {
@@ -17,7 +17,7 @@ enum LogitOptions { NO_OPTIONS, SOFTCAP, ALL_OPTIONS };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-constexpr int PART = tiles::CHUNK; /* columns of the results that are stored at a time */
+constexpr int PART = gemm::CHUNK; /* columns of the results that are stored at a time */
 
 /* ---- range of stored exponentials ------------------------------------------------------------ */
 
@@ -109,7 +109,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
     const LogitTask &task;
     const int count; /* the task's active rows */
     const TileRows<MODE> &rows;
-    tiles::Packed &packed; /* exponentials or dz */
+    gemm::Packed &packed; /* exponentials or dz */
     const CUtensorMap &out;
     char *const staging;
 
@@ -119,7 +119,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
         const float *const bias = task.bias + first_class;
 #pragma unroll
         for (int j = 0; j < 32; j++) {
-            const int column = tiles::column_of(j);
+            const int column = gemm::column_of(j);
             float2 two = {};
             if (column + 1 < columns)
                 two = __ldg(reinterpret_cast<const float2 *>(bias + column));
@@ -150,7 +150,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
             for (int j = 0; j < 32; j++)
 #pragma unroll
                 for (int c = 0; c < 2; c++)
-                    if (tiles::column_of(j) + c >= columns)
+                    if (gemm::column_of(j) + c >= columns)
                         d[4 * j + c] = d[4 * j + 2 + c] = -INFINITY;
     }
     DEVICE float class_weight(int64_t v) const {
@@ -168,7 +168,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
         for (int j = 0; j < 32; j++)
 #pragma unroll
             for (int c = 0; c < 2; c++)
-                if (tiles::column_of(j) + c == at)
+                if (gemm::column_of(j) + c == at)
                     sum = d[4 * j + 2 * i + c];
         return sum;
     }
@@ -203,9 +203,9 @@ template <typename T, int MODE, int OPTIONS> struct Results {
                 for (int c = 0; c < 2; c++) {
                     const float z = d[4 * j + 2 * i + c];
                     const bool better = at < 0 || z > best || (z != z && best == best);
-                    if (better && tiles::column_of(j) + c < columns) {
+                    if (better && gemm::column_of(j) + c < columns) {
                         best = z;
-                        at = tiles::column_of(j) + c;
+                        at = gemm::column_of(j) + c;
                     }
                 }
             LossStats<FULL> g = no_columns<FULL>();
@@ -217,20 +217,20 @@ template <typename T, int MODE, int OPTIONS> struct Results {
             more[i].argmax = static_cast<int>(first_class + g.argmax);
         }
     }
-    /* The weighted sums of both rows' logits, for label smoothing. */
+    /* The sums of both rows' logits, for label smoothing. */
     DEVICE void sum_weighted(const float (&d)[128], int64_t first_class, int columns, OptionStats (&more)[2]) const {
         float own[2] = {};
 #pragma unroll
         for (int j = 0; j < 32; j++)
 #pragma unroll
             for (int c = 0; c < 2; c++)
-                if (tiles::column_of(j) + c < columns) {
-                    const float w = class_weight(first_class + tiles::column_of(j) + c);
+                if (gemm::column_of(j) + c < columns) {
+                    const float w = class_weight(first_class + gemm::column_of(j) + c);
                     own[0] = fmaf(w, d[4 * j + c], own[0]);
                     own[1] = fmaf(w, d[4 * j + 2 + c], own[1]);
                 }
-        more[0].weighted = quad_sum(own[0]);
-        more[1].weighted = quad_sum(own[1]);
+        more[0].logit_sum = quad_sum(own[0]);
+        more[1].logit_sum = quad_sum(own[1]);
     }
 
     /* Sums the rows' exponentials, relative to `pivot`, over the tile; packs them if they are
@@ -253,7 +253,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
                     e[k] *= slope_at(d[part * PART / 2 + k]);
             }
             if constexpr (MODE == EXPONENTIALS)
-                tiles::pack_part<T>(packed, part, e);
+                gemm::pack_part<T>(packed, part, e);
         }
         sum[0] = quad_sum(own[0] + own[1]);
         sum[1] = quad_sum(own[2] + own[3]);
@@ -367,7 +367,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
                 if (at[i] / PART == part && holds(at[i]) && !rows.gradient[i].constant) {
 #pragma unroll
                     for (int k = 0; k < PART / 4; k++)
-                        if (tiles::column_of(part * (PART / 8) + k / 2) + k % 2 == at[i])
+                        if (gemm::column_of(part * (PART / 8) + k / 2) + k % 2 == at[i])
                             e[k / 2 * 4 + 2 * i + k % 2] -= rows.gradient[i].target;
                 }
             if constexpr (CAPS)
@@ -378,8 +378,8 @@ template <typename T, int MODE, int OPTIONS> struct Results {
                             e[k] *= slope_at(d[part * PART / 2 + k]);
             if (task.dz_label)
                 store_label(e, part, at);
-            tiles::pack_part<T>(packed, part, e);
-            tiles::store_part<false>(packed, part, staging, out);
+            gemm::pack_part<T>(packed, part, e);
+            gemm::store_part<false>(packed, part, staging, out);
         }
     }
     /* Stores the label's element of dz, before it is rounded. */
@@ -389,7 +389,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
             if (at[i] / PART == part && holds(at[i]))
 #pragma unroll
                 for (int k = 0; k < PART / 4; k++)
-                    if (tiles::column_of(part * (PART / 8) + k / 2) + k % 2 == at[i])
+                    if (gemm::column_of(part * (PART / 8) + k / 2) + k % 2 == at[i])
                         task.dz_label[task.first_row + rows.row[i]] = e[k / 2 * 4 + 2 * i + k % 2];
     }
     /* Adds the gradient of the entropy, and the spread of label smoothing, to a part of dz. */
@@ -405,7 +405,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
         if (task.smooths)
 #pragma unroll
             for (int k = 0; k < PART / 2; k++) {
-                const int column = tiles::column_of(part * (PART / 8) + k / 4) + k % 2;
+                const int column = gemm::column_of(part * (PART / 8) + k / 4) + k % 2;
                 if (column < columns)
                     e[k] = fmaf(-rows.gradient[k / 2 % 2].spread, class_weight(first_class + column), e[k]);
             }
@@ -436,7 +436,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-/* The Job of tiles::multiply. */
+/* The Job of gemm::multiply. */
 template <typename T, int MODE, int OPTIONS> struct LogitJob {
     typedef TileRows<MODE> Rows;
     static constexpr int HELD = 0;
@@ -444,27 +444,27 @@ template <typename T, int MODE, int OPTIONS> struct LogitJob {
     const CUtensorMap &x, &w, &out;
     const LogitTask &task;
     const int rows, first, steps;
-    const tiles::TileOrder order;
+    const gemm::TileOrder order;
 
     DEVICE LogitJob(const CUtensorMap &x_map, const CUtensorMap &w_map, const CUtensorMap &out_map, const LogitTask &t)
         : x(x_map), w(w_map), out(out_map), task(t), rows(t.active.among(t.first_row, t.rows)),
-          first(t.active.copied_at(t.first_row)), steps((t.depth + tiles::DEPTH - 1) / tiles::DEPTH),
+          first(t.active.copied_at(t.first_row)), steps((t.depth + gemm::DEPTH - 1) / gemm::DEPTH),
           order(rows, t.classes, t.wide) {
     }
-    DEVICE tiles::Source a(int) const {
+    DEVICE gemm::Source a(int) const {
         return {&x, first, 0};
     }
-    DEVICE tiles::Source b(int) const {
+    DEVICE gemm::Source b(int) const {
         return {&w, static_cast<int>(task.first_class), 0};
     }
-    DEVICE void finish(float (&d)[128], const tiles::TileOrigin &origin, const Rows &loaded, char *staging,
-                       char *const *, tiles::Packed &packed) const {
+    DEVICE void finish(float (&d)[128], const gemm::TileOrigin &origin, const Rows &loaded, char *staging,
+                       char *const *, gemm::Packed &packed) const {
         packed.row = static_cast<int>(loaded.row[0]);
         packed.column = origin.column;
         Results<T, MODE, OPTIONS>{task, rows, loaded, packed, out, staging}.finish(d, origin.column);
     }
-    DEVICE void store(const tiles::Packed &packed, int part, char *staging) const {
-        tiles::store_part<false>(packed, part, staging, out);
+    DEVICE void store(const gemm::Packed &packed, int part, char *staging) const {
+        gemm::store_part<false>(packed, part, staging, out);
     }
 };
 
@@ -472,19 +472,19 @@ template <typename T, int MODE, int OPTIONS> struct LogitJob {
 
 /* x, copy: the call's x, and the copy of its active rows. */
 template <typename T, int MODE, int OPTIONS>
-__global__ __launch_bounds__(tiles::THREADS, 1) void logits_kernel(const __grid_constant__ CUtensorMap x,
-                                                                   const __grid_constant__ CUtensorMap copy,
-                                                                   const __grid_constant__ CUtensorMap w,
-                                                                   const __grid_constant__ CUtensorMap out,
-                                                                   const __grid_constant__ LogitTask task) {
+__global__ __launch_bounds__(gemm::THREADS, 1) void logits_kernel(const __grid_constant__ CUtensorMap x,
+                                                                  const __grid_constant__ CUtensorMap copy,
+                                                                  const __grid_constant__ CUtensorMap w,
+                                                                  const __grid_constant__ CUtensorMap out,
+                                                                  const __grid_constant__ LogitTask task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     DYNAMIC_SHARED(char, memory);
-    __shared__ tiles::Barriers barriers;
-    tiles::begin(barriers, x, copy, w, out);
+    __shared__ gemm::Barriers barriers;
+    gemm::begin(barriers, x, copy, w, out);
     wait_for_previous_kernel();
     const bool all = *task.active.count == task.active.all;
-    tiles::multiply<T, false, false>(memory, barriers, LogitJob<T, MODE, OPTIONS>(all ? x : copy, w, out, task),
-                                     task.split);
+    gemm::multiply<T, false, false>(memory, barriers, LogitJob<T, MODE, OPTIONS>(all ? x : copy, w, out, task),
+                                    task.split);
 #else
     (void)x, (void)copy, (void)w, (void)out, (void)task;
 #endif
@@ -495,19 +495,18 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void logits_kernel(const __grid_
 template <int MODE>
 rafter_status launch_logits(rafter_context *context, rafter_dtype dtype, const Matrix &x, const Matrix &copy,
                             const Matrix &w, LogitTask task) {
-    const tiles::ClusterShape shape = tiles::ClusterShape::of(task.rows);
+    const gemm::ClusterShape shape = gemm::ClusterShape::of(task.rows);
     task.wide = shape.wide;
     CUtensorMap x_map, copy_map, w_map, out_map = {};
     const int x_rows = shape.a_share();
-    if (!tiles::map_operand(&x_map, dtype, x.data, x.rows, x.columns, x.stride, false, x_rows) ||
-        !tiles::map_operand(&copy_map, dtype, copy.data, copy.rows, copy.columns, copy.stride, false, x_rows) ||
-        !tiles::map_operand(&w_map, dtype, w.data, w.rows, w.columns, w.stride, false, tiles::SHARE, shape.wide) ||
-        (MODE != STATISTICS &&
-         !tiles::map_matrix(&out_map, dtype, task.out, task.rows, round_up(task.classes, int64_t(8)), task.out_stride,
-                            tiles::PART_ROWS)))
+    if (!gemm::map_operand(&x_map, dtype, x.data, x.rows, x.columns, x.stride, false, x_rows) ||
+        !gemm::map_operand(&copy_map, dtype, copy.data, copy.rows, copy.columns, copy.stride, false, x_rows) ||
+        !gemm::map_operand(&w_map, dtype, w.data, w.rows, w.columns, w.stride, false, gemm::SHARE, shape.wide) ||
+        (MODE != STATISTICS && !gemm::map_matrix(&out_map, dtype, task.out, task.rows,
+                                                 round_up(task.classes, int64_t(8)), task.out_stride, gemm::PART_ROWS)))
         return rafter_fail(context, RAFTER_DEVICE_ERROR,
                            "linear_cross_entropy: the driver could not make a tensor map");
-    const Launch how = tiles::launch_for(context->cuda_state, shape, task.rows, task.classes, task.split);
+    const Launch how = gemm::launch_for(context->cuda_state, shape, task.rows, task.classes, task.split);
     const bool all = task.more || task.smooths || task.differentiates_entropy;
     for_16_bit(dtype, [&](auto zero) {
         typedef decltype(zero) T;
@@ -549,7 +548,7 @@ rafter_status multiply_logits(const HopperRun &run, LogitMode mode, LogitTask ta
     task.inverse_softcap = slopes ? 1.0f / task.softcap : 0.0f;
     task.class_weight = run.loss.class_weight;
     task.class_stride = run.loss.class_stride;
-    task.smooths = run.loss.weighted && (run.loss.softcap != 0.0f ? task.more || mode == GRADIENT : mode == GRADIENT);
+    task.smooths = run.loss.smooths && (run.loss.softcap != 0.0f ? task.more || mode == GRADIENT : mode == GRADIENT);
     task.dz_label = mode == GRADIENT && run.problem.dbias ? run.z_label : NULL;
     task.wants_argmax = task.more && run.loss.argmax.data;
     task.differentiates_entropy = mode == GRADIENT && run.loss.dentropy.data;

@@ -55,7 +55,7 @@ template <typename T> struct RowConversion {
 #pragma unroll
                 for (int j = 0; j < N; j++)
                     all[j] = factor * all[j];
-                if (loss.weighted)
+                if (loss.smooths)
 #pragma unroll
                     for (int j = 0; j < N; j++)
                         if (v + j < loss.classes)
@@ -87,7 +87,7 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> load_tile(const RowStats *stats
     g.s = stats[at];
     if constexpr (OPTIONS == FULL) {
         const OptionStats other = more[at];
-        g.weighted = other.weighted;
+        g.logit_sum = other.logit_sum;
         g.moment = other.moment;
         g.best = other.best;
         g.argmax = other.argmax;
@@ -200,7 +200,7 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     if (lane < count && label != ELSEWHERE)
         g.z_label = z_label[first + index];
     if (lane < count && logit_sums)
-        g.weighted = logit_sums[first + index];
+        g.logit_sum = logit_sums[first + index];
     if (only_save) {
         if (own)
             saved[first + index] = g;

@@ -10,7 +10,7 @@ bool few_dweight_tiles(const Problem &p, int clusters, int parts) {
     const double flops =
         2.0 * static_cast<double>(p.rows) * static_cast<double>(p.depth) * static_cast<double>(p.classes);
     return p.dweight && (flops > 1e10 || p.invariant) &&
-           2 * parts * tiles::ClusterShape(false).tiles(p.classes, p.depth) < clusters;
+           2 * parts * gemm::ClusterShape(false).tiles(p.classes, p.depth) < clusters;
 }
 
 const char *why_not_hopper(const rafter_cuda_state &device, const Problem &p) {
@@ -22,7 +22,7 @@ const char *why_not_hopper(const rafter_cuda_state &device, const Problem &p) {
         return "it counts rows in 31 bits";
     if (device.compute_capability != 90 || clusters_of(device) == 0 || !hopper_kernels_built(device.device))
         return "this build or device does not have Hopper's kernels";
-    if (few_dweight_tiles(p, clusters_of(device), tiles::TileScheduler::MOST_PARTS))
+    if (few_dweight_tiles(p, clusters_of(device), gemm::TileScheduler::MOST_PARTS))
         return "dweight has too few tiles to occupy the GPU";
     return NULL;
 }
@@ -44,23 +44,23 @@ const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &
 /* ---- plans ----------------------------------------------------------------------------------- */
 
 int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int64_t rows, bool sliced) {
-    const int most = static_cast<int>(2 * static_cast<int64_t>(limits.product_bytes) / tiles::SPLIT_BYTES);
+    const int most = static_cast<int>(2 * static_cast<int64_t>(limits.product_bytes) / gemm::SPLIT_BYTES);
     bool gains = false;
     int capacity = 0;
-    const auto add_product = [&](tiles::ClusterShape shape, int64_t down, int64_t across, int64_t depth) {
+    const auto add_product = [&](gemm::ClusterShape shape, int64_t down, int64_t across, int64_t depth) {
         const int tiles = static_cast<int>(shape.tiles(down, across)),
-                  steps = static_cast<int>(ceil_div<int64_t>(depth, tiles::DEPTH));
-        const tiles::TileScheduler split = tiles::TileScheduler::of(tiles, steps, clusters, most);
-        const int64_t whole = tiles::TileScheduler::of(tiles, steps, clusters, 0).time;
+                  steps = static_cast<int>(ceil_div<int64_t>(depth, gemm::DEPTH));
+        const gemm::TileScheduler split = gemm::TileScheduler::of(tiles, steps, clusters, most);
+        const int64_t whole = gemm::TileScheduler::of(tiles, steps, clusters, 0).time;
         gains = gains || whole - split.time > whole / 50;
         capacity = max(capacity, split.rest * split.parts);
     };
-    const tiles::ClusterShape shape = tiles::ClusterShape::of(rows);
+    const gemm::ClusterShape shape = gemm::ClusterShape::of(rows);
     add_product(shape, rows, p.classes, p.depth);
     if (p.dx)
         add_product(shape, rows, p.depth, p.classes);
     if (p.dweight)
-        add_product(tiles::ClusterShape(false), p.classes, p.depth, rows);
+        add_product(gemm::ClusterShape(false), p.classes, p.depth, rows);
     capacity = !gains ? 0 : sliced ? most : capacity;
     if (const int parts = invariant_dx_parts(p, p.classes); parts > 1 && p.dx)
         capacity = max(capacity, parts * static_cast<int>(shape.tiles(rows, p.depth)));
@@ -82,8 +82,8 @@ void HopperSetup::place(Layout *layout, const Problem &p, int64_t totals) {
     layout->place(&classes, true, p.rows * int64_t(sizeof(int)));
     layout->place(&z_label, true, p.rows * 4);
     layout->place(&x, copies, p.rows * p.depth_stride() * p.bytes());
-    layout->place(&split_sums, split_capacity > 0, split_capacity * tiles::SPLIT_BYTES);
-    layout->place(&counters, true, tiles::counters_of(max(clusters, split_capacity)) * int64_t(sizeof(unsigned)));
+    layout->place(&split_sums, split_capacity > 0, split_capacity * gemm::SPLIT_BYTES);
+    layout->place(&counters, true, gemm::counters_of(max(clusters, split_capacity)) * int64_t(sizeof(unsigned)));
 }
 
 /* ---- running --------------------------------------------------------------------------------- */
@@ -124,7 +124,7 @@ HopperRun::HopperRun(rafter_context *for_context, const linear_cross_entropy_cal
     z_label = setup.z_label.in(workspace);
     begin_call(this,
                {setup.drop_ignored, order, classes, counters,
-                tiles::counters_of(max(setup.clusters, setup.split_capacity)), labels, copy_of(*this)},
+                gemm::counters_of(max(setup.clusters, setup.split_capacity)), labels, copy_of(*this)},
                workspace, setup.common);
 }
 

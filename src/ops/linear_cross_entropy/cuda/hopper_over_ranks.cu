@@ -135,4 +135,4 @@ struct HopperShared {
 
 } // namespace lce
 
-RAFTER_CUDA_VARIANT(linear_cross_entropy, hopper_shared, lce::HopperShared)
+RAFTER_CUDA_VARIANT(linear_cross_entropy, hopper_over_ranks, lce::HopperShared)

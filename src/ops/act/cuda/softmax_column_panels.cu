@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Softmax over a strided dimension of any length: panels of adjacent columns, one block per panel or many
  * (cuda/panel_softmax.cuh). */
-#include "ops/act/cuda/softmax_panels.cuh"
+#include "ops/act/cuda/softmax_panel_job.cuh"
 
 namespace {
 
@@ -34,4 +34,4 @@ struct Columns {
 
 } // namespace
 
-RAFTER_CUDA_VARIANT(act, softmax_columns, Columns)
+RAFTER_CUDA_VARIANT(act, softmax_column_panels, Columns)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Matrix products by cuBLASLt: loading the library, choosing and caching an algorithm per shape, enqueueing. */
-#include "cuda/products.cuh"
+#include "cuda/cublaslt_products.cuh"
 
 #include <dlfcn.h>
 #include <stdio.h>

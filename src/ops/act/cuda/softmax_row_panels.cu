@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Softmax over contiguous rows of any length: one block per row, or many if the row is long
  * (cuda/panel_softmax.cuh). */
-#include "ops/act/cuda/softmax_panels.cuh"
+#include "ops/act/cuda/softmax_panel_job.cuh"
 
 namespace {
 
@@ -42,4 +42,4 @@ struct LongRows {
 
 } // namespace
 
-RAFTER_CUDA_VARIANT(act, softmax_long_rows, LongRows)
+RAFTER_CUDA_VARIANT(act, softmax_row_panels, LongRows)

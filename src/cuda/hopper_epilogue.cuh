@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Storing the results of a tile (tiles.cuh). A part of them, 16 rows of 128 bytes, is written (staged) into a box
+ * Storing the results of a tile (hopper_gemm.cuh). A part of them, 16 rows of 128 bytes, is written (staged) into a box
  * of shared memory in the swizzle of the copy engine. From there it is stored by the copy engine (store_part,
  * store_floats), or by the warp itself if rows may be at any address (scatter_part, scatter_floats). The _part
  * functions are for 16-bit results that are packed in registers, the _floats functions for fp32.
  */
-#ifndef RAFTER_CUDA_TILE_RESULTS_CUH
-#define RAFTER_CUDA_TILE_RESULTS_CUH
+#ifndef RAFTER_CUDA_HOPPER_EPILOGUE_CUH
+#define RAFTER_CUDA_HOPPER_EPILOGUE_CUH
 
-#include "cuda/tiles.cuh"
+#include "cuda/hopper_gemm.cuh"
 
-namespace tiles {
+namespace gemm {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -139,6 +139,6 @@ DEVICE void scatter_floats(const float (&e)[FLOATS / 2], int part, char *staging
 
 #endif /* __CUDA_ARCH_FEAT_SM90_ALL */
 
-} // namespace tiles
+} // namespace gemm
 
 #endif

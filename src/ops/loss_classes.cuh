@@ -3,8 +3,8 @@
  * What cross_entropy and linear_cross_entropy compute per column (class) of a row of logits: statistics that can be
  * merged, and the gradient at a column. loss.cuh has the formulas for whole rows.
  */
-#ifndef RAFTER_OPS_COLUMNS_CUH
-#define RAFTER_OPS_COLUMNS_CUH
+#ifndef RAFTER_OPS_LOSS_CLASSES_CUH
+#define RAFTER_OPS_LOSS_CLASSES_CUH
 
 #include "ops/loss.cuh"
 
@@ -20,21 +20,21 @@ enum Options { PLAIN, SMOOTH, FULL, CAPPED };
 /* Statistics of some columns of a row, in terms of v: the logit, after the softcap if there is one. */
 template <int OPTIONS> struct alignas(16) LossStats {
     RowStats s;
-    float weighted; /* sum of v */
+    float logit_sum; /* sum of v */
 };
 template <> struct LossStats<PLAIN> { RowStats s; };
 template <> struct alignas(16) LossStats<CAPPED> {
-    RowStats s;     /* if Loss::cap_bounds, exponentials are relative to 0, and s.max is 0 */
-    float weighted; /* sum of v */
-    float largest;  /* the largest logit, before the softcap */
+    RowStats s;      /* if Loss::cap_bounds, exponentials are relative to 0, and s.max is 0 */
+    float logit_sum; /* sum of v */
+    float largest;   /* the largest logit, before the softcap */
 };
 template <> struct alignas(16) LossStats<FULL> {
     RowStats s;
-    float weighted; /* sum of w v */
-    float z_label;  /* the label's logit if it is one of these columns, else 0 */
-    float moment;   /* sum of (v - max) e^(scale (v - max)) */
-    float best;     /* the largest logit; NaN if there is one */
-    int64_t argmax; /* the first column that has it; -1: none yet */
+    float logit_sum; /* sum of w v */
+    float z_label;   /* the label's logit if it is one of these columns, else 0 */
+    float moment;    /* sum of (v - max) e^(scale (v - max)) */
+    float best;      /* the largest logit; NaN if there is one */
+    int64_t argmax;  /* the first column that has it; -1: none yet */
 };
 
 template <int OPTIONS> DEVICE LossStats<OPTIONS> no_columns() {
@@ -71,7 +71,7 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> merge(LossStats<OPTIONS> a, Los
     rebase(b, max, scale);
     a.s.sum += b.s.sum;
     if constexpr (OPTIONS != PLAIN)
-        a.weighted += b.weighted;
+        a.logit_sum += b.logit_sum;
     if constexpr (OPTIONS == CAPPED)
         a.largest = fmaxf(a.largest, b.largest);
     if constexpr (OPTIONS == FULL) {
@@ -92,7 +92,7 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_lanes(LossStats<OPTIONS> 
     for (int step = lanes / 2; step > 0; step /= 2) {
         g.s.sum += __shfl_xor_sync(~0u, g.s.sum, step);
         if constexpr (OPTIONS != PLAIN)
-            g.weighted += __shfl_xor_sync(~0u, g.weighted, step);
+            g.logit_sum += __shfl_xor_sync(~0u, g.logit_sum, step);
         if constexpr (OPTIONS == CAPPED)
             g.largest = fmaxf(g.largest, __shfl_xor_sync(~0u, g.largest, step));
         if constexpr (OPTIONS == FULL) {
@@ -109,7 +109,7 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> load_stats(const LossStats<OPTI
     LossStats<OPTIONS> g;
     g.s = load_stats(&stored->s);
     if constexpr (OPTIONS != PLAIN)
-        g.weighted = __ldcg(&stored->weighted);
+        g.logit_sum = __ldcg(&stored->logit_sum);
     if constexpr (OPTIONS == CAPPED)
         g.largest = __ldcg(&stored->largest);
     if constexpr (OPTIONS == FULL) {
@@ -126,7 +126,7 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_warp(LossStats<OPTIONS> g
     rebase(g, warp_max(g.s.max), scale);
     g.s.sum = warp_sum(g.s.sum);
     if constexpr (OPTIONS != PLAIN)
-        g.weighted = warp_sum(g.weighted);
+        g.logit_sum = warp_sum(g.logit_sum);
     if constexpr (OPTIONS == CAPPED)
         g.largest = warp_max(g.largest);
     if constexpr (OPTIONS == FULL) {
@@ -212,13 +212,13 @@ DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, c
 #pragma unroll
             for (int j = 0; j < N; j++) /* a missing column must stay -inf: the softcap would make it finite */
                 v[k][j] = column_of(k, j) >= 0 ? capped(v[k][j], loss) : -INFINITY;
-    if (loss.weighted)
+    if (loss.smooths)
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
 #pragma unroll
             for (int j = 0; j < N; j++)
                 if (column_of(k, j) >= 0)
-                    g.weighted = fmaf(static_cast<float>(loss.column_weight(column_of(k, j))), v[k][j], g.weighted);
+                    g.logit_sum = fmaf(static_cast<float>(loss.column_weight(column_of(k, j))), v[k][j], g.logit_sum);
     float max = g.s.max;
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
@@ -289,13 +289,13 @@ DEVICE void add_bounded(LossStats<CAPPED> &g, const Pack<T, N> (&packs)[COUNT], 
 #pragma unroll
         for (int i = 0; i < TOGETHER * N; i++)
             sum[i % 4] += exp2_fast(bits[i / N][i % N]);
-        if (loss.weighted)
+        if (loss.smooths)
 #pragma unroll
             for (int i = 0; i < TOGETHER * N; i++)
                 all += first + i / N < valid ? bits[i / N][i % N] : 0.0f;
     }
     g.s = {0.0f, (sum[0] + sum[1]) + (sum[2] + sum[3])};
-    g.weighted = fmaf(loss.cap_per_bit, all, g.weighted);
+    g.logit_sum = fmaf(loss.cap_per_bit, all, g.logit_sum);
     g.largest = fmaxf(g.largest, max_of_all(packs));
 }
 template <typename T, int N, int COUNT>
@@ -310,7 +310,7 @@ DEVICE void add_capped(LossStats<CAPPED> &g, const Pack<T, N> (&packs)[COUNT], i
         for (int j = 0; j < N && k < valid; j++) {
             const float v = capped(to_float(packs[k].v[j]), loss);
             sum += exp_below(v - pivot, loss.scale);
-            g.weighted += v;
+            g.logit_sum += v;
         }
     g.s = {max, sum};
 }
@@ -431,11 +431,11 @@ DEVICE void add_full(LossStats<FULL> &g, const Pack<T, N> (&packs)[COUNT], int v
             if (k < valid)
                 cap_all(v[k], loss);
     }
-    if (loss.weighted)
+    if (loss.smooths)
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
             if (k < valid)
-                g.weighted += weighted_sum(v[k], column + k * step, loss);
+                g.logit_sum += weighted_sum(v[k], column + k * step, loss);
     add_exponentials<T>(g, v, max, loss);
 }
 
@@ -457,7 +457,7 @@ template <int OPTIONS> DEVICE WholeRowStats whole_row_stats(const LossStats<OPTI
     f.target = loss.softcap != 0.0f ? capped(z, loss) : z;
     f.argmax = -1;
     if constexpr (OPTIONS != PLAIN)
-        f.weighted = g.weighted;
+        f.logit_sum = g.logit_sum;
     if constexpr (OPTIONS == FULL) {
         f.moment = g.moment;
         f.argmax = g.argmax;
@@ -483,7 +483,7 @@ template <int OPTIONS, typename T> struct ColumnGradient {
         if constexpr (OPTIONS < FULL) {
             return fmaf(exp.factor, exp.exp(z), -spread);
         } else {
-            const bool weights = OPTIONS == FULL && loss.weighted && loss.class_weight;
+            const bool weights = OPTIONS == FULL && loss.smooths && loss.class_weight;
             const float w = weights ? loss.class_weight[column * loss.class_stride] : 1.0f;
             const float v = loss.softcap == 0.0f ? z : capped(z, loss);
             float e = exp.exp(v);
@@ -533,7 +533,7 @@ template <int OPTIONS, typename T> struct ColumnGradient {
 #pragma unroll
             for (int j = 0; j < N; j++)
                 e[j] *= tilted(level, tilt, loss.scale * (z[j] - exp.pivot));
-        if (loss.weighted && loss.class_weight) {
+        if (loss.smooths && loss.class_weight) {
             float w[N];
             load_weights(w, column, loss);
 #pragma unroll

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Softmax as a job of cuda/panel_softmax.cuh and cuda/persistent_softmax.cuh. */
-#ifndef RAFTER_ACT_CUDA_SOFTMAX_PANELS_CUH
-#define RAFTER_ACT_CUDA_SOFTMAX_PANELS_CUH
+#ifndef RAFTER_ACT_CUDA_SOFTMAX_PANEL_JOB_CUH
+#define RAFTER_ACT_CUDA_SOFTMAX_PANEL_JOB_CUH
 
 #include "cuda/panel_softmax.cuh"
 #include "ops/act/cuda/softmax_layout.cuh"

@@ -27,7 +27,7 @@ namespace {
 
 constexpr int STAGES = 2, PIECE_PACKS = 1024; /* pieces in shared memory; packs of all inputs of a piece */
 /* The least bytes of a slab's inputs: of one input, of two, of small tensors. Smaller slabs are faster
- * in clusters (softmax_slabs): docs/perf/act.md. */
+ * in clusters (softmax_slab_in_cluster): docs/perf/act.md. */
 constexpr int64_t LEAST_BYTES = 850 << 10, LEAST_OF_TWO = 3 << 19, LEAST_OF_SMALL = 1 << 20;
 constexpr int MOST_PIECES = 16; /* of a part */
 /* Two phases: pieces of a part; the least bytes of all inputs; the most bytes of a slab's inputs; and
@@ -358,4 +358,4 @@ struct LargeSlabs {
 
 } // namespace
 
-RAFTER_CUDA_VARIANT(act, softmax_large_slabs, LargeSlabs)
+RAFTER_CUDA_VARIANT(act, softmax_slab_two_pass, LargeSlabs)

@@ -4,10 +4,10 @@
  * which are then shifted. Elements outside of the tensor are never read; padding between its rows may be. To store
  * adjacent packs, the lanes of a warp exchange elements and store aligned packs (AdjacentPacks).
  */
-#ifndef RAFTER_CUDA_PACK_ANYWHERE_CUH
-#define RAFTER_CUDA_PACK_ANYWHERE_CUH
+#ifndef RAFTER_CUDA_UNALIGNED_PACK_CUH
+#define RAFTER_CUDA_UNALIGNED_PACK_CUH
 
-#include "cuda/vocabulary.cuh"
+#include "cuda/primitives.cuh"
 
 /* `shifted` for fp32, by `words` words. It branches, so that the compiler loads only the words that are needed: two
  * loads of 16 bytes in flight at the same time take longer (docs/perf/act.md). */
@@ -25,7 +25,7 @@ DEVICE uint4 shifted_words(const uint4 &low, const uint4 &high, int words) {
 }
 
 /* A pack that is being loaded: load() issues the loads, get() waits for them. */
-template <typename T> struct PackAnywhere {
+template <typename T> struct UnalignedPack {
     static constexpr int N = WIDE<T>;
     const T *first;
     bool whole; /* both aligned packs are inside of the tensor */
@@ -56,7 +56,7 @@ template <typename T> struct PackAnywhere {
 };
 
 /* For fp32, load() shifts too: see shifted_words. */
-template <> struct PackAnywhere<float> {
+template <> struct UnalignedPack<float> {
     static constexpr int N = WIDE<float>;
     Pack<float, N> pack;
 

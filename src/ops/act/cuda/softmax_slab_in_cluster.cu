@@ -539,4 +539,4 @@ struct Slabs {
 
 } // namespace
 
-RAFTER_CUDA_VARIANT(act, softmax_slabs, Slabs)
+RAFTER_CUDA_VARIANT(act, softmax_slab_in_cluster, Slabs)

@@ -1,24 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Forward of small tensors whose rows do not have adjacent elements: several threads share a row
- * (cuda/few_columns.cuh). */
-#include "cuda/few_columns.cuh"
+ * (cuda/small_strided.cuh). */
+#include "cuda/small_strided.cuh"
 #include "cuda/row_threads.cuh"
 #include "ops/logsumexp/cuda/row_logsumexp.cuh"
 
 namespace {
 
 struct FewArgs {
-    FewColumns few;
+    SmallStrided few;
     LseRows lse;
 };
 
-template <typename T> __global__ __launch_bounds__(FEW_THREADS) void few_columns(const __grid_constant__ FewArgs a) {
+template <typename T>
+__global__ __launch_bounds__(SMALL_STRIDED_THREADS) void small_strided(const __grid_constant__ FewArgs a) {
     wait_for_inputs();
-    __shared__ RowStats parts[FEW_THREADS];
-    const FewPlace place(a.few);
+    __shared__ RowStats parts[SMALL_STRIDED_THREADS];
+    const RowShare place(a.few);
     RowStats s = no_elements();
     place.for_elements(a.few.slabs.at<const T>(0, place.offset[0]), a.few.slabs.step[0],
-                       [&](int, const Pack<T, 1>(&packs)[FEW_AT_ONCE]) { add_packs(s, packs, 1.0f); });
+                       [&](int, const Pack<T, 1>(&packs)[IN_FLIGHT_ELEMENTS]) { add_packs(s, packs, 1.0f); });
     s = place.merged(s, parts, [](RowStats x, RowStats y) { return merge(x, y, 1.0f); });
     if (place.first == 0 && place.present)
         a.lse.put(place.number, lse_of(s));
@@ -38,7 +39,7 @@ struct FewColumnsVariant {
         if (const char *const reason = why_not_slabs(p, call))
             return reason;
         const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
-        if (!are_few_columns(p.rows, p.n, bytes))
+        if (!is_small(p.rows, p.n, bytes))
             return "the call is not small";
         if (p.contiguous)
             return "elements of rows are adjacent";
@@ -47,14 +48,14 @@ struct FewColumnsVariant {
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
-        plan->args = {few_columns_of(slabs_of(Problem(call).x, NULL)), lse_rows(call)};
+        plan->args = {small_strided_of(slabs_of(Problem(call).x, NULL)), lse_rows(call)};
         return 0;
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            ::launch(context, {plan.args.few.blocks(), FEW_THREADS}, few_columns<T>, plan.args);
+            ::launch(context, {plan.args.few.blocks(), SMALL_STRIDED_THREADS}, small_strided<T>, plan.args);
         });
         return RAFTER_OK;
     }
@@ -62,4 +63,4 @@ struct FewColumnsVariant {
 
 } // namespace
 
-RAFTER_CUDA_VARIANT(logsumexp, few_columns, FewColumnsVariant)
+RAFTER_CUDA_VARIANT(logsumexp, small_strided, FewColumnsVariant)

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The basic device functions that all kernels use: conversions, wide loads and stores, asynchronous
- * copies, reductions. The counterpart of src/simd/simd.h.
+ * copies. The counterpart of src/simd/simd.h.
  *
  * Kernels are templates over the storage type T (float, __nv_bfloat16, __half) and compute in
  * float. A `Pack` is what one thread loads or stores in one access: 16 bytes where alignment allows.
  */
-#ifndef RAFTER_CUDA_VOCABULARY_CUH
-#define RAFTER_CUDA_VOCABULARY_CUH
+#ifndef RAFTER_CUDA_PRIMITIVES_CUH
+#define RAFTER_CUDA_PRIMITIVES_CUH
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -20,13 +20,6 @@ typedef __half fp16;
 constexpr int WARP = 32;
 constexpr float LOG2E = 1.44269504088896340736f;
 constexpr float LN2 = 0.69314718055994530942f;
-
-/* a / b for a >= 0, b > 0. In 32 bits if the numbers allow, which takes a fifth of the instructions. */
-DEVICE int64_t quotient(int64_t a, int64_t b) {
-    if (static_cast<uint64_t>(a | b) >> 32 == 0)
-        return static_cast<unsigned>(a) / static_cast<unsigned>(b);
-    return a / b;
-}
 
 /* ---- conversions ----------------------------------------------------------------------------- */
 
@@ -273,40 +266,19 @@ DEVICE void store_flagged(unsigned *p, float value) {
     store_relaxed(p, bits == EMPTY ? 0x7fffffffu : bits);
 }
 
-/* wait_for_previous_kernel in the first kernel of a call. A kernel before the call may still be writing this call's
- * inputs, or reading memory that this call overwrites. */
+/* ---- waits for earlier work, and loads in order ----------------------------------------------- */
+
+/* Waits until work before the call has ended: it may still be writing this call's inputs, or reading memory that this
+ * call overwrites. The same instruction as wait_for_previous_kernel; the name says which rule the kernel follows. */
 DEVICE void wait_for_inputs() {
     wait_for_previous_kernel();
 }
 
-/* Issues all loads above this call before any load below it. Otherwise the compiler moves loads whose value is the same
- * in all threads to the front, and waits for them there, to keep the value in a uniform register. This also waits for
- * the previous kernel. */
-DEVICE void issue_loads_first() {
+/* Keeps the loads above this call above it, for kernels that have already waited. Otherwise the compiler moves a load
+ * whose value is the same in all threads (a label, say) to the front and waits for it there, to keep the value in a
+ * uniform register. */
+DEVICE void fence_loads() {
     wait_for_previous_kernel();
-}
-
-/* ---- reductions over a warp, always in the same order ---------------------------------------- */
-
-DEVICE float warp_max(float a) {
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2)
-        a = fmaxf(a, __shfl_xor_sync(~0u, a, step));
-    return a;
-}
-
-DEVICE float warp_sum(float a) {
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2)
-        a += __shfl_xor_sync(~0u, a, step);
-    return a;
-}
-
-DEVICE double warp_sum(double a) {
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2)
-        a += __shfl_xor_sync(~0u, a, step);
-    return a;
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Matrix products, by cuBLASLt. */
-#ifndef RAFTER_CUDA_PRODUCTS_CUH
-#define RAFTER_CUDA_PRODUCTS_CUH
+#ifndef RAFTER_CUDA_CUBLASLT_PRODUCTS_CUH
+#define RAFTER_CUDA_CUBLASLT_PRODUCTS_CUH
 
 #include "core/tensor.h"
 #include "cuda/backend.cuh"

@@ -4,37 +4,38 @@
  * threads take adjacent rows, and several threads share each row and merge their parts in shared memory. (The kernels
  * for large tensors merge parts in a second kernel, which would take longer here than the rows do.)
  */
-#ifndef RAFTER_CUDA_FEW_COLUMNS_CUH
-#define RAFTER_CUDA_FEW_COLUMNS_CUH
+#ifndef RAFTER_CUDA_SMALL_STRIDED_CUH
+#define RAFTER_CUDA_SMALL_STRIDED_CUH
 
 #include "cuda/slabs.cuh"
 
-constexpr int FEW_THREADS_LOG2 = 8, FEW_THREADS = 1 << FEW_THREADS_LOG2; /* per block */
-constexpr int FEW_AT_ONCE = 8; /* elements that a thread loads before it uses the first */
+constexpr int SMALL_STRIDED_THREADS_LOG2 = 8, SMALL_STRIDED_THREADS = 1 << SMALL_STRIDED_THREADS_LOG2; /* per block */
+constexpr int IN_FLIGHT_ELEMENTS = 8; /* elements that a thread loads before it uses the first */
 
 /* As a kernel argument. */
-struct FewColumns {
+struct SmallStrided {
     Slabs slabs;
     unsigned rows;
     Divisor by_inner;
     int down_log2; /* log2 of the threads per row */
 
     int64_t blocks() const {
-        return ceil_div<int64_t>(rows, FEW_THREADS >> down_log2);
+        return ceil_div<int64_t>(rows, SMALL_STRIDED_THREADS >> down_log2);
     }
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
 
-inline bool are_few_columns(int64_t rows, int64_t length, int bytes) {
+/* Whether the call is for these kernels. */
+inline bool is_small(int64_t rows, int64_t length, int bytes) {
     constexpr int64_t MOST_BYTES = 2 << 20, LONGEST = 512;
     return length > 1 && length <= LONGEST && rows * length * bytes <= MOST_BYTES;
 }
 
-inline FewColumns few_columns_of(const Slabs &s) {
+inline SmallStrided small_strided_of(const Slabs &s) {
     constexpr int64_t ENOUGH_THREADS = 1 << 16, LEAST_PART = 4;
     constexpr int MOST_LOG2 = 5;
-    FewColumns few = {s, static_cast<unsigned>(s.rows()), Divisor(s.inner), 0};
+    SmallStrided few = {s, static_cast<unsigned>(s.rows()), Divisor(s.inner), 0};
     while (few.down_log2 < MOST_LOG2 && s.rows() << few.down_log2 < ENOUGH_THREADS &&
            s.length >> few.down_log2 > LEAST_PART)
         few.down_log2++;
@@ -44,14 +45,15 @@ inline FewColumns few_columns_of(const Slabs &s) {
 /* ---- device ---------------------------------------------------------------------------------- */
 
 /* A thread's part of a row: elements first, first + down, ... */
-struct FewPlace {
+struct RowShare {
     int down, across, own, first, length; /* down: threads per row; across: rows per block; own: which of them */
     bool present;                         /* false: the thread repeats the last row, and must not write results */
     int64_t offset[2], number;            /* the row's offset in both tensors; its number */
 
-    DEVICE explicit FewPlace(const FewColumns &a)
-        : down(1 << a.down_log2), across(FEW_THREADS >> a.down_log2), own(static_cast<int>(threadIdx.x) & (across - 1)),
-          first(static_cast<int>(threadIdx.x) >> (FEW_THREADS_LOG2 - a.down_log2)),
+    DEVICE explicit RowShare(const SmallStrided &a)
+        : down(1 << a.down_log2), across(SMALL_STRIDED_THREADS >> a.down_log2),
+          own(static_cast<int>(threadIdx.x) & (across - 1)),
+          first(static_cast<int>(threadIdx.x) >> (SMALL_STRIDED_THREADS_LOG2 - a.down_log2)),
           length(static_cast<int>(a.slabs.length)) {
         const unsigned index = blockIdx.x * across + own, row = min(index, a.rows - 1);
         const unsigned slab = a.by_inner.quotient(row), column = row - slab * a.by_inner.number;
@@ -62,18 +64,18 @@ struct FewPlace {
             offset[t] = at[t] + column * a.slabs.across[t];
         number = at[2] + column * a.slabs.row_step;
     }
-    /* Calls f(l, packs) for the thread's elements of the row at x, FEW_AT_ONCE at a time: l, l + down, ...; -inf past
-     * the row's end. */
+    /* Calls f(l, packs) for the thread's elements of the row at x, IN_FLIGHT_ELEMENTS at a time: l, l + down, ...; -inf
+     * past the row's end. */
     template <typename T, typename F> DEVICE void for_elements(const T *x, int64_t step, F f) const {
-        for (int l = first; l < length; l += FEW_AT_ONCE * down) {
-            Pack<T, 1> packs[FEW_AT_ONCE];
+        for (int l = first; l < length; l += IN_FLIGHT_ELEMENTS * down) {
+            Pack<T, 1> packs[IN_FLIGHT_ELEMENTS];
 #pragma unroll
-            for (int k = 0; k < FEW_AT_ONCE; k++)
+            for (int k = 0; k < IN_FLIGHT_ELEMENTS; k++)
                 packs[k] = load_once_if<T, 1>(l + k * down < length, x + (l + k * down) * step, -INFINITY);
             f(l, packs);
         }
     }
-    /* Merges the statistics of the threads of each row; all of them get the result. `parts`: FEW_THREADS entries in
+    /* Merges the statistics of the threads of each row; all of them get the result. `parts`: SMALL_STRIDED_THREADS entries in
      * shared memory. Called by all threads of the block. */
     template <class Stats, typename F> DEVICE Stats merged(const Stats &mine, Stats *parts, F merge) const {
         parts[threadIdx.x] = mine;

@@ -18,14 +18,14 @@
  * Why not one tile per warpgroup, so that one multiplies while the other converts: that hides the conversion,
  * but the tiles are narrower, which costs more than it gains (docs/perf/linear_cross_entropy.md).
  */
-#ifndef RAFTER_CUDA_TILES_CUH
-#define RAFTER_CUDA_TILES_CUH
+#ifndef RAFTER_CUDA_HOPPER_GEMM_CUH
+#define RAFTER_CUDA_HOPPER_GEMM_CUH
 
 #include "cuda/launch.cuh"
 #include "cuda/tensor_map.cuh"
 #include "cuda/tile_scheduler.cuh"
 
-namespace tiles {
+namespace gemm {
 
 constexpr int A_BYTES = ROWS * DEPTH * 2, B_BYTES = COLUMNS * DEPTH * 2, STEP_BYTES = A_BYTES + B_BYTES;
 constexpr int SHARE = COLUMNS / CLUSTER; /* columns of b that one block copies */
@@ -388,6 +388,6 @@ static inline Launch launch_for(const rafter_cuda_state *state, ClusterShape sha
     return how;
 }
 
-} // namespace tiles
+} // namespace gemm
 
 #endif

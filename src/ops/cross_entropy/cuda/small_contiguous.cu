@@ -47,7 +47,7 @@ template <typename T> __global__ __launch_bounds__(THREADS) void few_losses(cons
     const int label = u.class_of(loaded);
     const float z_label = label >= 0 ? to_float(z[label]) : 0.0f;
     const RowStats s = merge_block(sums.stats, a.loss.scale);
-    const double2 of_all = a.loss.weighted ? block_sum(make_double2(sums.total, sums.weight_sum)) : double2{};
+    const double2 of_all = a.loss.smooths ? block_sum(make_double2(sums.total, sums.weight_sum)) : double2{};
     double2 *const row_losses = reinterpret_cast<double2 *>(u.losses);
     if (threadIdx.x == 0) {
         const double2 of_row = finish_row(a, row, label, z_label, s, of_all);
@@ -77,7 +77,7 @@ __global__ __launch_bounds__(THREADS) void few_gradients(const __grid_constant__
     const double factor = a.factor ? __ldcg(a.factor) : u.factor<THREADS>();
     const int label = u.class_of(loaded);
     const float weight_sum =
-        !a.loss.weighted ? 0.0f
+        !a.loss.smooths ? 0.0f
         : u.weighs ? static_cast<float>(block_sum(static_cast<double>(weights.sum(threadIdx.x, THREADS, u.classes))))
                    : static_cast<float>(u.classes);
     __shared__ RowStats of_row;
@@ -189,4 +189,4 @@ struct FewRows {
 
 } // namespace
 
-RAFTER_CUDA_VARIANT(cross_entropy, few_rows, FewRows)
+RAFTER_CUDA_VARIANT(cross_entropy, small_contiguous, FewRows)

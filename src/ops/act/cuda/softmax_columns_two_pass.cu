@@ -284,4 +284,4 @@ struct ColumnTiles {
 
 } // namespace
 
-RAFTER_CUDA_VARIANT(act, softmax_column_tiles, ColumnTiles)
+RAFTER_CUDA_VARIANT(act, softmax_columns_two_pass, ColumnTiles)
