@@ -12,7 +12,7 @@
 extern "C" {
 extern const struct rafter_variant_functions rafter_cuda_lrpe_cosine_staged, rafter_cuda_lrpe_cosine_rotate,
     rafter_cuda_lrpe_cosine_feature_softmax, rafter_cuda_lrpe_cosine_long_feature_softmax,
-    rafter_cuda_lrpe_cosine_sequence_softmax, rafter_cuda_lrpe_cosine_turned;
+    rafter_cuda_lrpe_cosine_sequence_softmax, rafter_cuda_lrpe_cosine_transpose_dy;
 }
 
 namespace {
@@ -142,4 +142,4 @@ rafter_status run(rafter_context *context, const struct rafter_call *common, con
 
 } // namespace
 
-extern "C" const struct rafter_variant_functions rafter_cuda_lrpe_cosine_turned = {why_not, plan, run};
+extern "C" const struct rafter_variant_functions rafter_cuda_lrpe_cosine_transpose_dy = {why_not, plan, run};
