@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The walk: every op x problem x layout x special value x variant x mode against the fp64 oracle;
- * bitwise equality over repeats, over 1, 2 and 3 threads, and in a workspace of exactly the
- * reported size; finite differences of the oracle itself.
+ * bitwise equality over repeats, over 1, 2 and 3 threads, with results written past the caches, and in a workspace
+ * of exactly the reported size; finite differences of the oracle itself.
  *
  *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda] [--every N [--from K] | --each N]
  *               [--others N] [--batch-invariant]
@@ -27,6 +27,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "core/pages.h"
 #include "core/sizes.h"
 #include "few.h"
 #include "harness/context.h"
@@ -163,6 +164,17 @@ static bool succeeds(const problem *p, rafter_context *context, rafter_status st
     return status == RAFTER_OK;
 }
 
+/* The last call again, with results that are written past the caches, as those of large tensors are: the same bits. */
+static void run_streamed(problem *p, const struct variant *v, enum problem_mode mode) {
+    const uint64_t bits = problem_digest(p, mode);
+    rafter_stream_above(1);
+    problem_poison(p, mode);
+    const rafter_status status = problem_call(p, v->context[1], mode);
+    rafter_stream_above(0);
+    if (succeeds(p, v->context[1], status, v->name, "a call with streamed results"))
+        verdict(problem_digest(p, mode) == bits, p, v->name, "a call with streamed results", "the bits differ");
+}
+
 /* In a workspace of the reported size, misaligned and full of garbage, the call gives the same bits
  * without an allocator. With one byte less it is refused. */
 static void run_in_workspace(problem *p, const struct variant *v, enum problem_mode mode, uint64_t bits) {
@@ -236,6 +248,8 @@ static void walk_modes(problem *p, struct variant variants[], int count) {
             const int64_t before = passed + failed;
             if (run_mode(p, v->context[1], v->name, mode, &solution)) {
                 served[i] |= ran(v, v->context[1]);
+                if (p->values == PROBLEM_ORDINARY && device.device_type == kDLCPU)
+                    run_streamed(p, v, mode);
                 if (thorough) {
                     uint64_t bits = 0;
                     run_bitwise(p, v, p->for_cuda ? 2 : CONTEXTS, mode, &bits);

@@ -38,7 +38,22 @@ static bool has_been_used(const void *memory, int64_t bytes) {
     return resident & 1;
 }
 
-bool rafter_should_stream(const void *output, int64_t bytes) {
+/* Whether the rows of an output, along its dimension of stride 1, are long enough to be streamed. */
+static bool has_rows_to_stream(const rafter_view *output, struct shortest_streamed shortest) {
+    const int64_t line = 64, bytes = rafter_dtype_bytes(output->dtype);
+    int64_t row = 0;
+    bool whole_lines = (uintptr_t)output->data % (uintptr_t)line == 0;
+    for (int d = 0; d < output->ndim; d++) {
+        if (output->shape[d] > 1 && output->stride[d] == 1)
+            row = output->shape[d] * bytes;
+        else if (output->shape[d] > 1)
+            whole_lines &= output->stride[d] * bytes % line == 0;
+    }
+    whole_lines &= row % line == 0;
+    return row >= (whole_lines ? shortest.of_whole_lines : shortest.of_others);
+}
+
+bool rafter_should_stream(const rafter_view *output, struct shortest_streamed shortest) {
     /* Half of the cache, but no more than this: virtual machines see the whole cache of a processor
      * that they share with others (300 MiB on a Xeon, where copies of 32 MiB and more are a third
      * faster past the caches). */
@@ -47,7 +62,8 @@ bool rafter_should_stream(const void *output, int64_t bytes) {
         const int64_t half = last_level_cache() / 2;
         stream_limit = half < most ? half : most;
     }
-    return bytes > stream_limit && has_been_used(output, bytes);
+    const int64_t bytes = rafter_span_bytes(output);
+    return bytes > stream_limit && has_rows_to_stream(output, shortest) && has_been_used(output->data, bytes);
 }
 
 void rafter_stream_above(int64_t bytes) {

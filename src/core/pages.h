@@ -8,11 +8,19 @@
 #include <stdint.h>
 
 #include "core/context.h"
+#include "core/tensor.h"
 
-/* Whether an output of `bytes` should be written with non-temporal stores: it would not stay in the
- * last-level cache, and its pages are not fresh. The kernel clears fresh pages through the cache; the
- * bytes of a non-temporal store then go to memory twice. */
-bool rafter_should_stream(const void *output, int64_t bytes);
+/* The shortest rows, along a tensor's dimension of stride 1, that are worth streaming, in bytes. A cache line that two
+ * rows share is written in two parts by ordinary stores, which read it from memory first: so rows that are not whole
+ * cache lines must be longer. How long depends on what the kernel computes meanwhile (docs/perf/cpu.md). */
+struct shortest_streamed {
+    int64_t of_whole_lines, of_others;
+};
+
+/* Whether an output should be written with non-temporal stores: it would not stay in the last-level cache, its rows are
+ * long enough, and its pages are not fresh. (The kernel clears fresh pages through the cache; the bytes of a
+ * non-temporal store then go to memory twice.) */
+bool rafter_should_stream(const rafter_view *output, struct shortest_streamed shortest);
 
 /* Sets the limit for this process: outputs of more than `bytes` are streamed. For measurements. */
 void rafter_stream_above(int64_t bytes);

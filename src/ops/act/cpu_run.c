@@ -288,10 +288,10 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
      * The span counts, not the number of elements: the bench writes a few elements again and
      * again. */
     const rafter_view *const out = &plan->view[ACT_OUT];
-    const bool may_stream = !(plan->softmax && common->batch_invariant); /* large tensors would take other loops */
-    plan->stream = may_stream && !call->in_place && !plan->copied &&
+    const struct shortest_streamed shortest = {.of_others = call->kind <= RAFTER_ACT_RELU ? 3 << 10 : 6 << 10};
+    plan->stream = !call->in_place && !plan->copied &&
                    (uintptr_t)out->data % (uintptr_t)rafter_dtype_bytes(out->dtype) == 0 &&
-                   rafter_should_stream(out->data, rafter_span_bytes(out));
+                   rafter_should_stream(out, shortest);
     return plan->statistics + line_bytes;
 }
 _Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");

@@ -13,13 +13,16 @@ V_INLINE vf row_exponential(int dtype, const char *x, int64_t lanes, vf pivot) {
 /* Stores e^(x - pivot) in whole vectors and returns the sum. Elements after the last pair are taken
  * in single vectors; with pairs_only there are none. With `shifted`, row_scaled() begins its pairs at
  * other elements, so e is stored in the order of memory. (Both are compile-time constants.) The sum
- * depends on neither: a row's bits do not depend on the address of its result. */
-V_INLINE float row_exponentials(int dtype, bool pairs_only, bool shifted, const char *x, int64_t n, vf pivot,
-                                float *e) {
+ * depends on neither: a row's bits do not depend on the address of its result. `y`: where row_scaled() will
+ * store results, whose cache lines are fetched meanwhile; NULL if it streams them. */
+V_INLINE float row_exponentials(int dtype, bool pairs_only, bool shifted, const char *x, int64_t n, vf pivot, float *e,
+                                const char *y) {
     const int64_t bytes = v_bytes(dtype);
     vf s0 = v_set(0.0f), s1 = s0, a, b;
     int64_t i = 0;
     for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
+        for (int64_t line = 0; y && line < 2 * V_LANES * bytes; line += 64)
+            __builtin_prefetch(y + i * bytes + line, 1);
         v_load_pair(dtype, x + i * bytes, &a, &b);
         s0 += a = v_exp_from(a, pivot);
         s1 += b = v_exp_from(b, pivot);
@@ -71,12 +74,12 @@ V_INLINE void short_rows_as(int dtype, bool pairs_only, bool stream, const struc
     _Static_assert(ACT_SHORT * sizeof *e <= RAFTER_KERNEL_BYTES, "raise RAFTER_KERNEL_BYTES");
     const int64_t n = b->columns, pitch = n + ACT_SHORT_MARGIN;
     for (int64_t r = 0; r < b->rows; r++) {
-        const char *const x = row_at(dtype, b, ACT_IN, r);
+        const char *const x = row_at(dtype, b, ACT_IN, r), *const y = stream ? NULL : row_at(dtype, b, ACT_OUT, r);
         vf pivot = finite_pivot(v_set(guesses(dtype) ? v_get(dtype, x) : v_max_row(dtype, x, n)));
-        sum[r] = row_exponentials(dtype, pairs_only, shifted, x, n, pivot, e + r * pitch);
+        sum[r] = row_exponentials(dtype, pairs_only, shifted, x, n, pivot, e + r * pitch, y);
         if (guesses(dtype) && guess_failed(sum[r])) {
             pivot = finite_pivot(v_set(v_max_row(dtype, x, n)));
-            sum[r] = row_exponentials(dtype, pairs_only, shifted, x, n, pivot, e + r * pitch);
+            sum[r] = row_exponentials(dtype, pairs_only, shifted, x, n, pivot, e + r * pitch, y);
         }
     }
     for (int64_t r = 0; r < b->rows; r++) {

@@ -119,8 +119,7 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
         .logit_sum = forward && loss->smoothing != 0.0f,
         .moment = rafter_loss_has(&loss->entropy),
         .argmax = rafter_loss_has(&loss->argmax),
-        .stream =
-            call->gradient && !in_place && rafter_should_stream(call->dlogits.data, rafter_span_bytes(&call->dlogits)),
+        .stream = call->gradient && !in_place && rafter_should_stream(&call->dlogits, cross_entropy_shortest_streamed),
     };
     if (plan->shared)
         return plan_shared(loss, plan);

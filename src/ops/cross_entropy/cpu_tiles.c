@@ -49,8 +49,8 @@ bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cros
         .tiling = {.dtype = z->dtype,
                    .forward = loss->direction == RAFTER_FORWARD,
                    .gradient = call->gradient,
-                   .stream =
-                       call->gradient && z->data != dz->data && rafter_should_stream(dz->data, rafter_span_bytes(dz)),
+                   .stream = call->gradient && z->data != dz->data &&
+                             rafter_should_stream(dz, cross_entropy_shortest_streamed),
                    .classes = classes,
                    .run = min64(z->shape[z->ndim - 2], dz->shape[dz->ndim - 2]),
                    .z_row = z->stride[z->ndim - 2],

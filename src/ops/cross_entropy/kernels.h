@@ -4,6 +4,7 @@
 #ifndef RAFTER_CROSS_ENTROPY_KERNELS_H
 #define RAFTER_CROSS_ENTROPY_KERNELS_H
 
+#include "core/pages.h"
 #include "ops/cross_entropy/call.h"
 
 /* The most columns per kernel call if the kernel copies them to buffers. Rows that need no buffers
@@ -31,6 +32,11 @@ static inline bool cross_entropy_stats_buffered(const struct cross_entropy_row *
 static inline bool cross_entropy_gradient_buffered(const struct cross_entropy_row *row) {
     return row->z_stride != 1 || row->dz_stride != 1 || row->softcap != 0.0f || row->scale != 1.0f || row->weight;
 }
+
+/* Of gradients. The label's element differs from the others, so a streamed row is three pieces: rows of whole cache lines
+ * that are shorter than this take up to 2.5 times as long streamed as not. */
+static const struct shortest_streamed cross_entropy_shortest_streamed = {.of_whole_lines = 4 << 10,
+                                                                         .of_others = 6 << 10};
 
 /* A block of adjacent rows (see cpu_run.c): the most rows, and the most elements that are transposed into a buffer at a
  * time. */

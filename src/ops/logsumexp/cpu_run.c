@@ -79,8 +79,8 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     plan->blocks = outer * plan->line_blocks * plan->parts;
     plan->per_task = max64(task / max64(plan->lines * plan->length, 1), 1);
     if (backward)
-        plan->stream =
-            plan->dx.data != plan->x.data && rafter_should_stream(plan->dx.data, rafter_span_bytes(&plan->dx));
+        plan->stream = plan->dx.data != plan->x.data &&
+                       rafter_should_stream(&plan->dx, (struct shortest_streamed){.of_others = 6 << 10});
     return !backward && plan->parts > 1 ? (size_t)(plan->blocks * 2 * plan->lines) * sizeof(float) : 0;
 }
 _Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");

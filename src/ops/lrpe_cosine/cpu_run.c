@@ -131,7 +131,7 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     plan->bp = call->algorithm == RAFTER_LRPE_AUTO ? plan->f == LRPE_SEQUENCE && suits_bp(call)
                                                    : call->algorithm == RAFTER_LRPE_BP;
     const rafter_view *const out = common->direction == RAFTER_FORWARD ? &call->y : &call->dx;
-    plan->stream = out->data && rafter_should_stream(out->data, rafter_span_bytes(out));
+    plan->stream = out->data && rafter_should_stream(out, (struct shortest_streamed){0});
     plan->cut = make_cut(call, plan->f, plan->bp);
 
     const size_t columns = times((size_t)shape[0], times((size_t)shape[2], (size_t)lrpe_padded(shape[3])));

@@ -32,7 +32,7 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     plan->per_task = task / plan->part;
     /* In place, y's cache lines are already in the cache: streaming would gain nothing. */
     plan->stream = !call->in_place && (uintptr_t)y->data % (uintptr_t)rafter_dtype_bytes(y->dtype) == 0 &&
-                   rafter_should_stream(y->data, rafter_span_bytes(y));
+                   rafter_should_stream(y, (struct shortest_streamed){.of_others = 3 << 10});
     return 0;
 }
 _Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");
