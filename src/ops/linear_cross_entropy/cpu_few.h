@@ -112,7 +112,8 @@ _Static_assert(LCE_FEW_PADDED % 4 == 0, "the few are padded to whole groups");
 
 /* ---- the gradient of the few ----------------------------------------------------------------- */
 
-enum { FEW_SUMS = V_LANES == 16 ? 16 : 8 }; /* of one vector each, in registers */
+enum { FEW_SUMS = V_LANES == 16 ? 16 : 8 }; /* of one vector each, in registers; PAIRED_ROWS of pairs */
+_Static_assert(PAIRED_ROWS <= FEW_SUMS, "sums of pairs stay in registers too");
 
 V_INLINE vf pair_at(const char *p) {
     int32_t pair;
@@ -120,7 +121,8 @@ V_INLINE vf pair_at(const char *p) {
     return (vf)((vi){0} + pair);
 }
 
-/* One vector of columns of `some` of the few, from n on. Those past job->count are not stored. */
+/* One vector of columns of `some` of the few, from n on. Those past job->count are not stored. Of pairs, all belong to
+ * one panel of dz, so that their addresses differ by constants. */
 V_INLINE void few_sum_of(int dtype, int some, const struct lce_few *job, const struct lce_few_block *b, int64_t n,
                          int64_t column) {
     const bool pairs = few_pairs(dtype);
@@ -128,19 +130,16 @@ V_INLINE void few_sum_of(int dtype, int some, const struct lce_few *job, const s
     const int64_t left = job->streamed.columns - column, there = min64(some, job->count - n),
                   at = column * v_bytes(dtype);
     float *const to = b->sums + n * job->pitch + column;
-    const char *dz[FEW_SUMS];
     vf sum[FEW_SUMS];
-    for (int i = 0; i < some; i++) {
+    for (int i = 0; i < some; i++)
         sum[i] = b->accumulate && i < there ? v_load(RAFTER_F32, to + i * job->pitch) : v_set(0.0f);
-        dz[i] = pairs ? b->dz_by_few + lce_left_row(&f, min64(n + i, job->count - 1)) : NULL;
-    }
     for (int64_t r = 0; pairs && r < b->rows; r += 2) {
         const char *const even = streamed_row(dtype, job, b->first_row + r);
         const char *const odd = r + 1 < b->rows ? streamed_row(dtype, job, b->first_row + r + 1) + at : NULL;
         const vf w = pair_rows(even + at, odd, left);
-        const int64_t k = lce_left_k(&f, 1, r);
+        const char *const dz = b->dz_by_few + lce_left_row(&f, n) + lce_left_k(&f, 1, r);
         for (int i = 0; i < some; i++)
-            sum[i] = add_pairs(sum[i], pair_at(dz[i] + k), w);
+            sum[i] = add_pairs(sum[i], pair_at(dz + i * LCE_UNIT_BYTES), w);
     }
     for (int64_t r = 0; !pairs && r < b->rows; r++) {
         const vf w = part_of_row(dtype, streamed_row(dtype, job, b->first_row + r), column, left);
@@ -168,7 +167,7 @@ static void few_sum(const struct lce_few *job, const struct lce_few_block *b) {
     } else if (job->count <= 8) {
         FEW_SUM(8);
     } else {
-        FEW_SUM(FEW_SUMS);
+        FEW_SUM(few_pairs(d) ? PAIRED_ROWS : FEW_SUMS);
     }
 #undef FEW_SUM
 }
