@@ -135,6 +135,8 @@ static const struct {
     {"smoothing, z_loss, bias", {2, {1, 70}, 300}},
     {"fp32 gradients, no budget", {2, {600, 270}, 3}},
     {"dentropy, all, no budget", {2, {1700, 40}, 16}},
+    {"all, none", {2, {27, 300}, 900}},
+    {"smoothing, z_loss, bias", {2, {900, 40}, 26}},
     {"smoothing, z_loss, bias", {2, {1420, 37}, 2}}, /* so many rows are ignored that the rest is cut otherwise */
     /* more classes than one block of CUDA's logit kernels takes */
     {"dentropy, sum, no lse", {2, {20, 16}, 8300}},

@@ -143,7 +143,8 @@ V_INLINE void few_sum_of(int dtype, int some, const struct lce_few *job, const s
     }
     for (int64_t r = 0; !pairs && r < b->rows; r++) {
         const vf w = part_of_row(dtype, streamed_row(dtype, job, b->first_row + r), column, left);
-        const float *const factor = (const float *)(const void *)(b->dz_by_streamed + lce_left_row(&f, r)) + n;
+        const float *const factor =
+            (const float *)(const void *)(b->dz_by_streamed + lce_left_row(&f, r) + lce_left_k(&f, 1, n));
         for (int i = 0; i < some; i++)
             sum[i] = v_fma(v_set(factor[i]), w, sum[i]);
     }
@@ -179,7 +180,8 @@ enum { SINGLE_ROWS = F32_ROWS, MOST_ROWS = 16 }; /* whose sums of one vector sta
 /* One vector of columns of as many rows of a panel, from row `first` on. */
 V_INLINE void few_apply_to(int dtype, const struct lce_few *job, const char *dz, int64_t column, float *out) {
     const bool pairs = few_pairs(dtype);
-    const int rows = pairs ? PAIRED_ROWS : SINGLE_ROWS, step = pairs ? 2 : 1, bytes = pairs ? 2 : 4;
+    const struct lce_format f = pairs ? (struct lce_format)PAIR_FORMAT : (struct lce_format)F32_FORMAT;
+    const int rows = pairs ? PAIRED_ROWS : SINGLE_ROWS, step = pairs ? 2 : 1;
     vf sum[MOST_ROWS];
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
@@ -188,7 +190,7 @@ V_INLINE void few_apply_to(int dtype, const struct lce_few *job, const char *dz,
         const vf x = v_load(RAFTER_F32, (pairs ? job->joined : job->few) + (n / step * job->pitch + column) * 4);
 #pragma GCC unroll 16
         for (int i = 0; i < rows; i++) {
-            const vf g = pair_at(dz + i * LCE_UNIT_BYTES + n * bytes);
+            const vf g = pair_at(dz + i * LCE_UNIT_BYTES + lce_left_k(&f, 1, n));
             sum[i] = pairs ? add_pairs(sum[i], g, x) : v_fma(g, x, sum[i]);
         }
     }

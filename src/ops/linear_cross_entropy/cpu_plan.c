@@ -165,10 +165,9 @@ static size_t sums_bytes(const struct lce_problem *q, int64_t rows) {
 static enum lce_few_of few_of(const struct lce_problem *q) {
     if (q->invariant || q->ranks > 0 || q->depth == 0)
         return LCE_NOT_FEW;
-    const int64_t most = LCE_UNIT_BYTES / q->format.element;
-    if (q->rows <= most && q->rows <= q->classes && q->streams_w)
+    if (q->rows <= LCE_FEW && q->rows <= q->classes && q->streams_w)
         return LCE_FEW_ROWS;
-    return q->classes <= most && q->streams_x ? LCE_FEW_CLASSES : LCE_NOT_FEW;
+    return q->classes <= LCE_FEW && q->streams_x ? LCE_FEW_CLASSES : LCE_NOT_FEW;
 }
 
 bool lce_make_few_plan(const struct lce_problem *q, rafter_lce_mode mode, size_t budget, struct lce_plan *plan) {

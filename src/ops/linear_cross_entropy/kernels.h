@@ -133,7 +133,7 @@ struct lce_few {
 };
 
 enum {
-    LCE_FEW = 32, /* at most: as many as a unit of a left operand holds, so half of that if they are widened */
+    LCE_FEW = 32, /* at most */
     LCE_FEW_PADDED = 4,
     LCE_FEW_VECTOR = 32 /* elements of the longest vector */
 };
