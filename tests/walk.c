@@ -6,6 +6,7 @@
  *
  *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda] [--every N [--from K] | --each N]
  *               [--others N] [--batch-invariant]
+ *     test_walk [OP ...] --cells N [--seed S] [--most N] [--variant NAME] [--device cuda]
  *
  * Every variant that this device can run gets every problem; with --others, the first one does, and the
  * others get one in N. A variant may decline a call that it
@@ -21,6 +22,9 @@
  * smallest that it serves (tests/few.h), for checkers that are slower still; a variant that serves
  * none fails the walk. --batch-invariant: with that option of the contexts; variants that do not have
  * it decline.
+ *
+ * --cells takes N random problems per map of the op (harness/map.h), or N of an op without maps, with sizes, layouts and
+ * options that nobody has listed, instead of the op's problems. Cell number i of a seed is the same in every run.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,13 +35,25 @@
 #include "core/sizes.h"
 #include "few.h"
 #include "harness/context.h"
+#include "harness/dice.h"
 #include "harness/gpu.h"
+#include "harness/map.h"
 #include "harness/problem.h"
 #include "harness/variants.h"
 
 static int64_t passed, failed;
 static DLDevice device = {kDLCPU, 0};
 static bool batch_invariant;
+
+/* What the arguments ask for. */
+struct selection {
+    bool large;
+    const char *variant;         /* NULL: all */
+    int64_t every, from, others; /* others: variants after the first take one problem in so many */
+    int64_t each;                /* problems per variant and mode; 0: all */
+    int64_t cells, most; /* random problems instead, of about `most` elements or products at most; 0: the op's own */
+    uint64_t seed;       /* of the random problems */
+};
 
 static void verdict(bool good, const problem *p, const char *variant, const char *what, const char *sentence) {
     if (good) {
@@ -288,6 +304,54 @@ static void walk_problem(const struct op_cases *op, int64_t index, struct varian
             }
 }
 
+/* A random problem of a map; its layout is the cell's. */
+static void draw_from_map(problem *p, const struct map_kind *kind, const struct selection *s, int64_t index) {
+    const struct map_cell cell = map_draw_unlisted(p->op, kind, s->seed, index, s->most);
+    kind->make(p, &cell);
+}
+
+/* A random problem of an op without maps, for any of its algorithms, in any layout that its tensors have. */
+static void draw_without_map(problem *p, const struct selection *s, int64_t index) {
+    const struct op_cases *const op = p->op;
+    int algorithms = 0;
+    while (op->algorithms[algorithms])
+        algorithms++;
+    struct dice dice = {problem_mix(s->seed) ^ (uint64_t)index};
+    do {
+        *p = (problem){.op = op};
+        p->layout = one_in(&dice, 2) ? PROBLEM_COMPACT : (enum problem_layout)pick(&dice, PROBLEM_LAYOUTS);
+        p->algorithm = one_in(&dice, 2) ? 0 : (int)pick(&dice, algorithms);
+        op->make_random(p, &dice, s->most);
+    } while (!problem_has_layout(p, p->layout) || !problem_adapt(p));
+}
+
+/* A random problem. Its label ends with its number, which --seed and --cells find again. kind: NULL if the op has no map. */
+static void walk_cell(const struct op_cases *op, const struct map_kind *kind, const struct selection *s, int64_t index,
+                      struct variant variants[], int count) {
+    problem p = {.op = op};
+    if (kind)
+        draw_from_map(&p, kind, s, index);
+    else
+        draw_without_map(&p, s, index);
+    const size_t used = strlen(p.label);
+    snprintf(p.label + used, sizeof p.label - used, ", cell %lld of seed %llu", (long long)index,
+             (unsigned long long)s->seed);
+    if (problem_allocate(&p, s->seed + (uint64_t)index))
+        walk_modes(&p, variants, count);
+    else
+        verdict(false, &p, "all", "allocation", "no memory");
+    problem_free(&p);
+}
+
+static void walk_cells(const struct op_cases *op, const struct selection *s, struct variant variants[], int count) {
+    for (int64_t i = 0; i < s->cells; i++) {
+        for (int k = 0; k < op->maps; k++)
+            walk_cell(op, &op->map[k], s, i, variants, count);
+        if (op->maps == 0)
+            walk_cell(op, NULL, s, i, variants, count);
+    }
+}
+
 static void walk_large(const struct op_cases *op, int64_t index) {
     problem p = {.op = op};
     op->make(&p, index);
@@ -342,13 +406,6 @@ static void walk_few(const struct op_cases *op, struct variant *v, int wanted) {
 
 /* ---- ops ------------------------------------------------------------------------------------- */
 
-struct selection {
-    bool large;
-    const char *variant;         /* NULL: all */
-    int64_t every, from, others; /* others: variants after the first take one problem in so many */
-    int64_t each;                /* problems per variant and mode; 0: all */
-};
-
 static void walk_all_finite_differences(const struct op_cases *op) {
     const int64_t before = passed;
     for (int64_t i = 0; i < op->count(); i++)
@@ -364,11 +421,12 @@ static void walk_op(const struct op_cases *op, const struct selection *s) {
             walk_large(op, i);
         return;
     }
-    if (s->each == 0 && s->from == 0)
+    if (s->each == 0 && s->from == 0 && s->cells == 0)
         walk_all_finite_differences(op);
     struct variant variants[VARIANTS_MOST + 1];
     const int count = open_variants(op->op, s->variant, variants);
-    for (int64_t i = s->from; i < op->count() && s->each == 0; i += s->every)
+    walk_cells(op, s, variants, count);
+    for (int64_t i = s->from; i < op->count() && s->each == 0 && s->cells == 0; i += s->every)
         walk_problem(op, i, variants, i % s->others == 0 ? count : 1);
     for (int i = 0; i < count; i++) {
         struct variant *const v = &variants[i];
@@ -379,7 +437,7 @@ static void walk_op(const struct op_cases *op, const struct selection *s) {
         fflush(stdout); /* if a time limit ends the walk, it has said which variants were done */
         /* Variants for calls of several ranks: tests/groups.c. */
         const bool for_ranks = strcmp(v->name, "hopper_over_ranks") == 0 || strstr(v->name, "over_ranks");
-        if (s->every == 1 && !batch_invariant && !for_ranks)
+        if (s->every == 1 && s->cells == 0 && !batch_invariant && !for_ranks)
             verdict(v->served > 0 || v->automatic, &(problem){.op = op}, v->name, "the whole walk",
                     "the variant served no problem");
         close_variant(v);
@@ -393,7 +451,7 @@ int main(int argc, char **argv) {
         setenv("OMP_WAIT_POLICY", "passive", 1);
         execv("/proc/self/exe", argv);
     }
-    struct selection s = {.every = 1, .others = 1};
+    struct selection s = {.every = 1, .others = 1, .most = 1 << 17, .seed = 1};
     bool named = false;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--large") == 0)
@@ -410,6 +468,12 @@ int main(int argc, char **argv) {
             s.from = max64(atoll(argv[++i]), 0);
         else if (strcmp(argv[i], "--each") == 0 && i + 1 < argc)
             s.each = max64(min64(atoll(argv[++i]), FEW_MOST), 1);
+        else if (strcmp(argv[i], "--cells") == 0 && i + 1 < argc)
+            s.cells = max64(atoll(argv[++i]), 1);
+        else if (strcmp(argv[i], "--most") == 0 && i + 1 < argc)
+            s.most = max64(atoll(argv[++i]), 1);
+        else if (strcmp(argv[i], "--seed") == 0 && i + 1 < argc)
+            s.seed = strtoull(argv[++i], NULL, 10);
         else if (strcmp(argv[i], "--device") == 0 && i + 1 < argc)
             device.device_type = strcmp(argv[++i], "cuda") == 0 ? kDLCUDA : kDLCPU;
         else

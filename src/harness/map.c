@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/sizes.h"
+#include "harness/dice.h"
 #include "harness/internal.h"
 
 const int64_t map_lengths[] = {2,     9,      21,     32,     33,     64,     100,    127,   128,   256,
@@ -22,22 +23,6 @@ static const int64_t least_bytes = 1 << 16;
 
 #define COUNT(array) ((int64_t)(sizeof(array) / sizeof *(array)))
 enum { SMALL_SIZES = 5 };
-
-struct dice {
-    uint64_t state;
-};
-
-static uint64_t roll(struct dice *d) {
-    return d->state = problem_mix(d->state);
-}
-
-static int64_t pick(struct dice *d, int64_t count) {
-    return (int64_t)(roll(d) >> 16) % count;
-}
-
-static bool one_in(struct dice *d, int64_t count) {
-    return pick(d, count) == 0;
-}
 
 static int64_t count_of(const int64_t *list) {
     int64_t count = 0;
@@ -83,32 +68,62 @@ static bool draw_shape(struct map_cell *c, struct dice *d, const struct map_kind
     return bytes >= least_bytes && (past || bytes <= sizes[small ? SMALL_SIZES - 1 : COUNT(sizes) - 1]);
 }
 
-struct map_cell map_draw(const struct op_cases *op, const struct map_kind *kind, uint64_t seed, int64_t index,
-                         bool small) {
-    static const rafter_dtype dtypes[] = {RAFTER_BF16, RAFTER_BF16, RAFTER_F16, RAFTER_F32};
+/* A number for each list of cells. */
+static uint64_t list_of(const struct op_cases *op, const struct map_kind *kind, uint64_t seed) {
     uint64_t list = problem_mix(seed);
     for (const char *c = op->op; *c; c++)
         list = problem_mix(list ^ (unsigned char)*c);
     for (const char *c = kind->name; *c; c++)
         list = problem_mix(list ^ (unsigned char)*c);
+    return list;
+}
+
+static rafter_dtype draw_dtype(struct dice *d) {
+    static const rafter_dtype dtypes[] = {RAFTER_BF16, RAFTER_BF16, RAFTER_F16, RAFTER_F32};
+    return dtypes[pick(d, COUNT(dtypes))];
+}
+
+/* All but the dtype and the shape. */
+static void draw_call(struct map_cell *c, struct dice *d, const struct map_kind *kind) {
+    int options = 0;
+    while (kind->option[options])
+        options++;
+    c->option = one_in(d, 2) ? 0 : (int)pick(d, options);
+    c->input = PROBLEM_COMPACT;
+    if (c->dim == MAP_LAST && one_in(d, 3))
+        c->input = one_in(d, 2) ? PROBLEM_UNALIGNED : PROBLEM_PADDED;
+    c->gradient = PROBLEM_COMPACT;
+    if (one_in(d, 3))
+        c->gradient = one_in(d, 2) ? PROBLEM_BROADCAST : PROBLEM_TRANSPOSED;
+    c->dice = roll(d);
+}
+
+struct map_cell map_draw(const struct op_cases *op, const struct map_kind *kind, uint64_t seed, int64_t index,
+                         bool small) {
+    const uint64_t list = list_of(op, kind, seed);
     struct dice d = {list ^ problem_mix((uint64_t)index)};
-    struct map_cell cell = {.dtype = dtypes[pick(&d, COUNT(dtypes))]};
+    struct map_cell cell = {.dtype = draw_dtype(&d)};
     /* Lengths take turns, so that a few cells already have all of them. */
     const uint64_t lengths = (uint64_t)count_of(kind->length);
     cell.length = kind->length[(list % lengths + (uint64_t)index) % lengths];
     while (!draw_shape(&cell, &d, kind, small))
         ;
-    int options = 0;
-    while (kind->option[options])
-        options++;
-    cell.option = one_in(&d, 2) ? 0 : (int)pick(&d, options);
-    cell.input = PROBLEM_COMPACT;
-    if (cell.dim == MAP_LAST && one_in(&d, 3))
-        cell.input = one_in(&d, 2) ? PROBLEM_UNALIGNED : PROBLEM_PADDED;
-    cell.gradient = PROBLEM_COMPACT;
-    if (one_in(&d, 3))
-        cell.gradient = one_in(&d, 2) ? PROBLEM_BROADCAST : PROBLEM_TRANSPOSED;
-    cell.dice = roll(&d);
+    draw_call(&cell, &d, kind);
+    return cell;
+}
+
+struct map_cell map_draw_unlisted(const struct op_cases *op, const struct map_kind *kind, uint64_t seed, int64_t index,
+                                  int64_t most) {
+    enum { SHORT = 72 }; /* the kernels of short rows are made for single lengths, so every second row is short */
+    struct dice d = {~list_of(op, kind, seed) ^ problem_mix((uint64_t)index)};
+    struct map_cell cell = {.outer = 1, .inner = 1, .dtype = draw_dtype(&d), .dim = draw_dim(&d, kind->dims)};
+    const int64_t elements = pick_size(&d, most);
+    cell.length = one_in(&d, 2) ? 1 + pick(&d, SHORT) : pick_size(&d, elements);
+    const int64_t lines = max64(elements / cell.length, 1);
+    if (cell.dim != MAP_LAST)
+        cell.inner = cell.dim == MAP_FIRST ? lines : pick_size(&d, lines);
+    cell.outer = lines / cell.inner;
+    draw_call(&cell, &d, kind);
     return cell;
 }
 

@@ -40,6 +40,10 @@ extern const int64_t map_lengths[];
 struct map_cell map_draw(const struct op_cases *op, const struct map_kind *kind, uint64_t seed, int64_t index,
                          bool small);
 
+/* The same with sizes that no list has: x has at most about `most` elements. For tests. */
+struct map_cell map_draw_unlisted(const struct op_cases *op, const struct map_kind *kind, uint64_t seed, int64_t index,
+                                  int64_t most);
+
 /* The shape of x; returns the number of dimensions. *dim: the reduced one. */
 int map_shape(const struct map_cell *cell, int64_t shape[3], int *dim);
 

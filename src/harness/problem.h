@@ -186,6 +186,8 @@ struct problem_request {
     struct problem_options options;
 };
 
+struct dice; /* harness/dice.h */
+
 /* Everything the harness knows about an op; defined in src/ops/<op>/cases.c as
  * rafter_cases_<op>. */
 struct op_cases {
@@ -217,6 +219,10 @@ struct op_cases {
     /* The maps of `rafter bench --preset map`, one per kind of call; none: 0 and NULL. */
     int maps;
     const struct map_kind *map;
+
+    /* Tests of an op without maps: a random problem for p's layout and algorithm. Its matrix products have about `most`
+     * multiplications at most. */
+    void (*make_random)(problem *p, struct dice *dice, int64_t most);
 
     /* Calls the public API, with p->workspace. A BOTH without a one-call form is forward, then
      * backward. */

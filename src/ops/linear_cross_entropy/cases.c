@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "harness/dice.h"
 #include "harness/gpu.h"
 #include "harness/oracle.h"
 #include "ops/loss_cases.h"
@@ -337,6 +338,17 @@ static void make(problem *p, int64_t index) {
     p->sample = 1031;
 }
 
+/* Which of the sizes is drawn first, and so is often the largest, is drawn too. */
+static void make_random(problem *p, struct dice *dice, int64_t most) {
+    int64_t size[3] = {0}; /* rows, depth, classes */
+    for (int i = 0, first = (int)pick(dice, 3); i < 3; i++) {
+        size[(first + i) % 3] = pick_size(dice, most);
+        most /= size[(first + i) % 3];
+    }
+    const struct options o = one_in(dice, 2) ? plain : option_set(pick(dice, OPTION_SETS));
+    build(p, dtypes[pick(dice, DTYPES)], &o, &(struct shape){2, {size[0], size[1]}, size[2]});
+}
+
 static rafter_status try_budget(rafter_context *context, rafter_linear_cross_entropy_args args,
                                 rafter_direction direction, size_t budget) {
     size_t bytes;
@@ -600,6 +612,7 @@ const struct op_cases rafter_cases_linear_cross_entropy = {
     .models_from = BY_MODEL,
     .make_bench = make_bench,
     .make_request = make_request,
+    .make_random = make_random,
     .adapt = adapt,
     .call = call,
     .cost = cost,
