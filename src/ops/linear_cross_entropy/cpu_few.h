@@ -113,7 +113,7 @@ _Static_assert(LCE_FEW_PADDED % 4 == 0, "the few are padded to whole groups");
 /* ---- the gradient of the few ----------------------------------------------------------------- */
 
 enum { FEW_SUMS = V_LANES == 16 ? 16 : 8 }; /* of one vector each, in registers; PAIRED_ROWS of pairs */
-_Static_assert(PAIRED_ROWS <= FEW_SUMS, "sums of pairs stay in registers too");
+_Static_assert((int)PAIRED_ROWS <= (int)FEW_SUMS, "sums of pairs stay in registers too");
 
 V_INLINE vf pair_at(const char *p) {
     int32_t pair;
