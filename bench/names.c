@@ -6,8 +6,9 @@
 #include <string.h>
 
 const char *const extra_meanings[] = {
-    [EXTRA_SHARE] = "the share of the floor: the least time that the call's bytes and flops take at the rates measured "
-                    "in the same run, divided by the measured time",
+    [EXTRA_SHARE] =
+        ("the share of the floor: the least time that the call's bytes and flops take at the rates measured "
+         "in the same run, divided by the measured time"),
     [EXTRA_ERROR] = "the largest error against the fp64 oracle, |got - want| / max(1, |want|)",
     [EXTRA_HOST] = "microseconds until the call returns to the caller",
     [EXTRA_FIRST] = "milliseconds of the first call of a fresh process",

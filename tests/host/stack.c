@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How much of the caller's stack a call takes. */
 #include <pthread.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -31,10 +32,12 @@ static size_t stack_used(unsigned char *stack, void *(*run)(void *), void *arg) 
     memset(stack, UNUSED, STACK);
     pthread_attr_t attributes;
     pthread_t thread;
-    expect(pthread_attr_init(&attributes) == 0 && pthread_attr_setstack(&attributes, stack, STACK) == 0 &&
-               pthread_create(&thread, &attributes, run, arg) == 0,
-           "no thread on a stack of its own");
-    pthread_join(thread, NULL);
+    const bool has_attributes =
+        pthread_attr_init(&attributes) == 0 && pthread_attr_setstack(&attributes, stack, STACK) == 0;
+    const bool runs = has_attributes && pthread_create(&thread, &attributes, run, arg) == 0;
+    expect(runs, "no thread on a stack of its own");
+    if (runs)
+        pthread_join(thread, NULL);
     pthread_attr_destroy(&attributes);
     size_t free_bytes = 0;
     while (free_bytes < STACK && stack[free_bytes] == UNUSED)

@@ -117,12 +117,20 @@ V_INLINE void columns_forward_statistics(int dtype, const struct act_block *b, f
     }
 }
 
+/* For a store if to_write, else for a load. Clang's __builtin_prefetch takes no variable, not even of an inlined call. */
+V_INLINE void fetch_line(const char *at, bool to_write) {
+    if (to_write)
+        __builtin_prefetch(at, 1);
+    else
+        __builtin_prefetch(at, 0);
+}
+
 /* Results are computed from the last row to the first, because the rows read last may still be in L2. Processors
  * prefetch short rows in that order by themselves, but not long ones. */
 V_INLINE void fetch_ahead(int dtype, const struct act_block *b, int tensor, const char *at) {
     const int64_t pitch = b->row_stride[tensor] * v_bytes(dtype);
     if (pitch >= LONG_ROW)
-        __builtin_prefetch(at - APPLY_AHEAD * pitch, tensor == ACT_OUT);
+        fetch_line(at - APPLY_AHEAD * pitch, tensor == ACT_OUT);
 }
 
 V_INLINE void normalise_row(int dtype, const struct act_block *b, int64_t row, const float *pivot, const float *scale,
@@ -219,7 +227,7 @@ enum { FAR = 512 };
 
 V_INLINE void fetch_pair(int dtype, const char *p, bool to_write) {
     for (int64_t i = 0; i < 2 * V_LANES * v_bytes(dtype); i += 64)
-        __builtin_prefetch(p + i, to_write);
+        fetch_line(p + i, to_write);
 }
 
 /* Softmax of the n columns from `column` on, in registers: a pair of vectors from every row. n is 2 V_LANES except at
