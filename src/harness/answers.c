@@ -148,7 +148,7 @@ struct problem_verdict problem_compare(const problem *p, enum problem_mode mode)
             for (int64_t k = 0; k < t->numel; k++)
                 if (!is_unset(t->expected[k]))
                     compare_element(t, k, t->expected[k], &v);
-        if (!t->accumulates && !padding_intact(t, p->layout)) {
+        if (!t->accumulates && !padding_intact(t, problem_layout_of(p, t))) {
             v.good = false;
             v.worst = INFINITY;
             snprintf(v.sentence, sizeof v.sentence, "%s: padding between rows was written", t->name);

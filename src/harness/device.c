@@ -6,7 +6,7 @@
 #include "core/sizes.h"
 #include "harness/context.h"
 #include "harness/gpu.h"
-#include "harness/problem.h"
+#include "harness/internal.h"
 
 /* The memory of small tensors comes from one block that is kept, because tests run thousands of
  * problems. With RAFTER_TEST_EXACT_MEMORY set every tensor has an allocation of its own, so that a
@@ -33,7 +33,7 @@ static char *device_memory(size_t bytes) {
 
 /* As on the host, the unaligned layout begins one element past an aligned address. */
 static size_t offset_of(const problem *p, const problem_tensor *t) {
-    return p->layout == PROBLEM_UNALIGNED ? (size_t)t->tensor.dtype.bits / 8 : 0;
+    return problem_layout_of(p, t) == PROBLEM_UNALIGNED ? (size_t)t->tensor.dtype.bits / 8 : 0;
 }
 
 bool problem_to_device(problem *p, const rafter_context *context, enum problem_mode mode) {

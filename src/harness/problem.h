@@ -86,7 +86,7 @@ typedef struct problem_tensor {
     bool some_ignored;
     bool special;               /* takes special values */
     bool compact_only;          /* keeps the compact layout (a mask, a scalar) */
-    enum problem_layout layout; /* only used by problem_place: this tensor's own layout */
+    enum problem_layout layout; /* this tensor's own; counts if the problem's is compact */
 
     /* Outputs and gradients: |got - want| may be at most absolute + relative * |want|; bf16 and
      * fp16 results may also be one unit in the last place away from the correctly rounded value. */

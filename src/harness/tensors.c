@@ -264,9 +264,9 @@ static void share_memory(problem_tensor *t, const problem_tensor *other) {
 bool problem_reserve(problem *p) {
     p->sample = max64(p->sample, 1);
     for (int i = 0; i < p->tensors; i++)
-        set_strides(&p->tensor[i], p->layout);
+        set_strides(&p->tensor[i], problem_layout_of(p, &p->tensor[i]));
     for (int i = 0; i < p->tensors; i++)
-        if (!p->tensor[i].in_place_of && !map_memory(&p->tensor[i], p->layout)) {
+        if (!p->tensor[i].in_place_of && !map_memory(&p->tensor[i], problem_layout_of(p, &p->tensor[i]))) {
             problem_free(p);
             return false;
         }
