@@ -23,8 +23,9 @@
  * none fails the walk. --batch-invariant: with that option of the contexts; variants that do not have
  * it decline.
  *
- * --cells takes N random problems per map of the op (harness/map.h), or N of an op without maps, with sizes, layouts and
- * options that nobody has listed, instead of the op's problems. Cell number i of a seed is the same in every run.
+ * --cells takes random problems instead of the op's: N of each map of the op (harness/map.h), or of an op without maps,
+ * with sizes, layouts and options that nobody has listed, and N of the op's own with random strides. Number i of a seed
+ * is the same in every run.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -310,45 +311,65 @@ static void draw_from_map(problem *p, const struct map_kind *kind, const struct 
     kind->make(p, &cell);
 }
 
-/* A random problem of an op without maps, for any of its algorithms, in any layout that its tensors have. */
-static void draw_without_map(problem *p, const struct selection *s, int64_t index) {
-    const struct op_cases *const op = p->op;
+static struct dice dice_of(const struct selection *s, int64_t index) {
+    return (struct dice){problem_mix(s->seed) ^ (uint64_t)index};
+}
+
+static int pick_algorithm(const struct op_cases *op, struct dice *dice) {
     int algorithms = 0;
     while (op->algorithms[algorithms])
         algorithms++;
-    struct dice dice = {problem_mix(s->seed) ^ (uint64_t)index};
+    return one_in(dice, 2) ? 0 : (int)pick(dice, algorithms);
+}
+
+/* A random problem of an op without maps, for any of its algorithms, in any layout that its tensors have. */
+static void draw_without_map(problem *p, const struct selection *s, int64_t index) {
+    const struct op_cases *const op = p->op;
+    struct dice dice = dice_of(s, index);
     do {
-        *p = (problem){.op = op};
+        *p = (problem){.op = op, .algorithm = pick_algorithm(op, &dice)};
         p->layout = one_in(&dice, 2) ? PROBLEM_COMPACT : (enum problem_layout)pick(&dice, PROBLEM_LAYOUTS);
-        p->algorithm = one_in(&dice, 2) ? 0 : (int)pick(&dice, algorithms);
         op->make_random(p, &dice, s->most);
     } while (!problem_has_layout(p, p->layout) || !problem_adapt(p));
 }
 
-/* A random problem. Its label ends with its number, which --seed and --cells find again. kind: NULL if the op has no map. */
-static void walk_cell(const struct op_cases *op, const struct map_kind *kind, const struct selection *s, int64_t index,
-                      struct variant variants[], int count) {
-    problem p = {.op = op};
-    if (kind)
-        draw_from_map(&p, kind, s, index);
-    else
-        draw_without_map(&p, s, index);
-    const size_t used = strlen(p.label);
-    snprintf(p.label + used, sizeof p.label - used, ", cell %lld of seed %llu", (long long)index,
+/* A problem of the op's list, for any of its algorithms, whose tensors have random strides. */
+static void draw_shuffled(problem *p, const struct selection *s, int64_t index) {
+    const struct op_cases *const op = p->op;
+    struct dice dice = dice_of(s, ~index);
+    do {
+        *p = (problem){.op = op, .algorithm = pick_algorithm(op, &dice), .layout = PROBLEM_SHUFFLED};
+        p->shuffle = roll(&dice);
+        op->make(p, pick(&dice, op->count()));
+    } while (p->large || p->for_cuda || !problem_has_layout(p, p->layout) || !problem_adapt(p));
+}
+
+/* The label ends with the problem's number, which --seed and --cells find again. */
+static void walk_drawn(problem *p, const struct selection *s, int64_t index, struct variant variants[], int count) {
+    const size_t used = strlen(p->label);
+    snprintf(p->label + used, sizeof p->label - used, ", cell %lld of seed %llu", (long long)index,
              (unsigned long long)s->seed);
-    if (problem_allocate(&p, s->seed + (uint64_t)index))
-        walk_modes(&p, variants, count);
+    if (problem_allocate(p, s->seed + (uint64_t)index))
+        walk_modes(p, variants, count);
     else
-        verdict(false, &p, "all", "allocation", "no memory");
-    problem_free(&p);
+        verdict(false, p, "all", "allocation", "no memory");
+    problem_free(p);
 }
 
 static void walk_cells(const struct op_cases *op, const struct selection *s, struct variant variants[], int count) {
     for (int64_t i = 0; i < s->cells; i++) {
-        for (int k = 0; k < op->maps; k++)
-            walk_cell(op, &op->map[k], s, i, variants, count);
-        if (op->maps == 0)
-            walk_cell(op, NULL, s, i, variants, count);
+        problem p = {.op = op};
+        for (int k = 0; k < op->maps; k++) {
+            p = (problem){.op = op};
+            draw_from_map(&p, &op->map[k], s, i);
+            walk_drawn(&p, s, i, variants, count);
+        }
+        if (op->make_random) {
+            draw_without_map(&p, s, i);
+            walk_drawn(&p, s, i, variants, count);
+        }
+        draw_shuffled(&p, s, i);
+        walk_drawn(&p, s, i, variants, count);
     }
 }
 

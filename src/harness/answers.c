@@ -122,17 +122,24 @@ static void compare_element(const problem_tensor *t, int64_t index, double want,
     }
 }
 
-static bool padding_intact(const problem_tensor *t, enum problem_layout layout) {
-    if (layout != PROBLEM_PADDED || !problem_lays_out(t, layout))
+/* Whether the memory between the elements is as it was filled. */
+static bool gaps_intact(const problem_tensor *t, enum problem_layout layout) {
+    if ((layout != PROBLEM_PADDED && layout != PROBLEM_SHUFFLED) || !problem_lays_out(t, layout))
         return true;
-    const int64_t last = t->shape[t->ndim - 1], bytes = problem_dtype_bytes(t->dtype);
-    for (int64_t row = 0; row < t->numel / last; row++) {
-        const unsigned char *end = (const unsigned char *)problem_address(t, row * last) + last * bytes;
-        for (int64_t b = 0; b < PROBLEM_PAD_ELEMENTS * bytes; b++)
-            if (end[b] != end[0] || (end[b] != PROBLEM_POISON && end[b] != PROBLEM_PADDING))
-                return false;
-    }
-    return true;
+    bool *const is_element = calloc(t->memory_bytes + 1, sizeof *is_element);
+    if (!is_element)
+        return false;
+    for (int64_t i = 0; i < t->numel; i++)
+        memset(is_element + (problem_address(t, i) - t->memory), true, (size_t)problem_dtype_bytes(t->dtype));
+    const unsigned char *const byte = (const unsigned char *)t->memory;
+    bool intact = true;
+    for (size_t b = 0, first = SIZE_MAX; b < t->memory_bytes; b++)
+        if (!is_element[b]) {
+            first = first == SIZE_MAX ? b : first;
+            intact &= byte[b] == byte[first] && (byte[b] == PROBLEM_POISON || byte[b] == PROBLEM_PADDING);
+        }
+    free(is_element);
+    return intact;
 }
 
 struct problem_verdict problem_compare(const problem *p, enum problem_mode mode) {
@@ -148,10 +155,10 @@ struct problem_verdict problem_compare(const problem *p, enum problem_mode mode)
             for (int64_t k = 0; k < t->numel; k++)
                 if (!is_unset(t->expected[k]))
                     compare_element(t, k, t->expected[k], &v);
-        if (!t->accumulates && !padding_intact(t, problem_layout_of(p, t))) {
+        if (!t->accumulates && !gaps_intact(t, problem_layout_of(p, t))) {
             v.good = false;
             v.worst = INFINITY;
-            snprintf(v.sentence, sizeof v.sentence, "%s: padding between rows was written", t->name);
+            snprintf(v.sentence, sizeof v.sentence, "%s: memory between the elements was written", t->name);
         }
     }
     return v;

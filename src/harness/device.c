@@ -31,9 +31,9 @@ static char *device_memory(size_t bytes) {
     return memory;
 }
 
-/* As on the host, the unaligned layout begins one element past an aligned address. */
+/* As on the host. */
 static size_t offset_of(const problem *p, const problem_tensor *t) {
-    return problem_layout_of(p, t) == PROBLEM_UNALIGNED ? (size_t)t->tensor.dtype.bits / 8 : 0;
+    return (size_t)(problem_offset(p, t) * t->tensor.dtype.bits / 8);
 }
 
 bool problem_to_device(problem *p, const rafter_context *context, enum problem_mode mode) {

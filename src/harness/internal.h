@@ -22,6 +22,9 @@ enum { PROBLEM_PADDING = 0xff, PROBLEM_PAD_ELEMENTS = 3 };
 /* Whether the layout changes anything for this tensor. */
 bool problem_lays_out(const problem_tensor *t, enum problem_layout layout);
 
+/* Elements from an aligned address to a tensor's first element. */
+int64_t problem_offset(const problem *p, const problem_tensor *t);
+
 /* The problem's layout, or if that is compact, the tensor's own. */
 static inline enum problem_layout problem_layout_of(const problem *p, const problem_tensor *t) {
     return p->layout == PROBLEM_COMPACT ? t->layout : p->layout;

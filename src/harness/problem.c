@@ -8,8 +8,9 @@
 #include "harness/variants.h"
 
 const char *const problem_mode_names[] = {"fwd", "bwd", "fwd+bwd"};
-const char *const problem_layout_names[] = {"compact",    "guarded",  "unaligned", "padded",
-                                            "transposed", "expanded", "crossed",   "broadcast"};
+const char *const problem_layout_names[] = {"compact", "guarded",    "unaligned",
+                                            "padded",  "transposed", "expanded",
+                                            "crossed", "broadcast",  [PROBLEM_SHUFFLED] = "shuffled"};
 const char *const problem_values_names[] = {"ordinary", "huge", "-inf", "+inf", "nan"};
 const char *const problem_act_names[] = {"none", "relu", "sigmoid", "silu", "softmax"};
 const char *const problem_softmax_over_names[] = {"feature", "sequence"};

@@ -45,7 +45,8 @@ enum problem_layout {
     PROBLEM_CROSSED,    /* inputs and upstream gradients transposed, results compact */
     PROBLEM_BROADCAST,  /* upstream gradients: stride 0 in every dimension, as the gradient of a sum */
     PROBLEM_LAYOUTS,
-    PROBLEM_RESIDENT /* bench only: stride 0 in all but the last dimension, outputs too, so that data stays in L1 */
+    PROBLEM_RESIDENT, /* bench only: stride 0 in all but the last dimension, outputs too, so that data stays in L1 */
+    PROBLEM_SHUFFLED  /* random problems only: any order of dimensions, gaps and offsets, drawn from problem.shuffle */
 };
 extern const char *const problem_layout_names[];
 
@@ -87,6 +88,8 @@ typedef struct problem_tensor {
     bool special;               /* takes special values */
     bool compact_only;          /* keeps the compact layout (a mask, a scalar) */
     enum problem_layout layout; /* this tensor's own; counts if the problem's is compact */
+
+    const char *laid_out_as; /* name of the tensor whose strides this one has in PROBLEM_SHUFFLED too, or NULL */
 
     /* Outputs and gradients: |got - want| may be at most absolute + relative * |want|; bf16 and
      * fp16 results may also be one unit in the last place away from the correctly rounded value. */
@@ -142,6 +145,7 @@ typedef struct problem {
     int algorithm;  /* index into op->algorithms */
     int64_t sample; /* the oracle may answer for only every sample-th row or column; 1: all of them */
     enum problem_layout layout;
+    uint64_t shuffle; /* random bits, for PROBLEM_SHUFFLED */
     enum problem_values values;
     bool finite_differences; /* small and smooth enough for them */
     bool large;              /* run only by tests with the label `large` */

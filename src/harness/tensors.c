@@ -8,6 +8,7 @@
 
 #include "core/sizes.h"
 #include "harness/gpu.h"
+#include "harness/dice.h"
 #include "harness/internal.h"
 
 /* ---- declaring ------------------------------------------------------------------------------- */
@@ -90,11 +91,50 @@ bool problem_has_layout(const problem *p, enum problem_layout layout) {
             layout == PROBLEM_EXPANDED || layout == PROBLEM_CROSSED || layout == PROBLEM_BROADCAST;
         if (results_differ && partner(p, &p->tensor[i]))
             return false; /* two tensors in one memory have one layout */
+        if (layout == PROBLEM_SHUFFLED && p->tensor[i].dtype == RAFTER_U8)
+            return false; /* a mask has its bits in row-major order */
     }
     return any;
 }
 
-static void set_strides(problem_tensor *t, enum problem_layout layout) {
+/* Random numbers for the tensor. In half of the problems they are the same for all tensors, so that tensors of one shape
+ * have one layout. */
+static struct dice dice_of(const problem *p, const problem_tensor *t) {
+    struct dice common = {p->shuffle};
+    if (one_in(&common, 2))
+        return common;
+    const problem_tensor *const as = t->laid_out_as ? problem_find(p, t->laid_out_as) : t;
+    return (struct dice){p->shuffle ^ problem_mix((uint64_t)(as - p->tensor) + 1)};
+}
+
+int64_t problem_offset(const problem *p, const problem_tensor *t) {
+    enum { OFFSETS = 9 };
+    struct dice dice = dice_of(p, t);
+    const enum problem_layout layout = problem_layout_of(p, t);
+    return layout == PROBLEM_UNALIGNED ? 1 : layout == PROBLEM_SHUFFLED && one_in(&dice, 2) ? pick(&dice, OFFSETS) : 0;
+}
+
+/* Steps of 1 to 3 elements, gaps of up to 2 lines behind a dimension; every second step and gap is none. */
+static void shuffle_strides(problem_tensor *t, struct dice dice) {
+    int64_t order[PROBLEM_DIMS] = {0}, step = one_in(&dice, 2) ? 1 : 1 + pick(&dice, 3);
+    for (int d = 0; d < t->ndim; d++) {
+        const int64_t at = one_in(&dice, 2) ? d : pick(&dice, d + 1);
+        order[d] = order[at];
+        order[at] = d;
+    }
+    for (int i = t->ndim - 1; i >= 0; i--) {
+        t->stride[order[i]] = step;
+        step *= max64(t->shape[order[i]], 1);
+        step += one_in(&dice, 2) ? 0 : one_in(&dice, 2) ? 1 + pick(&dice, 5) : 8 * (1 + pick(&dice, 4));
+    }
+    t->plain = false;
+}
+
+static void set_strides(const problem *p, problem_tensor *t, enum problem_layout layout) {
+    if (layout == PROBLEM_SHUFFLED && problem_lays_out(t, layout)) {
+        shuffle_strides(t, dice_of(p, t));
+        return;
+    }
     int64_t order[PROBLEM_DIMS] = {0}; /* dimensions from the outermost in memory to the innermost */
     for (int d = 0; d < t->ndim; d++)
         order[d] = d;
@@ -130,7 +170,8 @@ static size_t span_bytes(const problem_tensor *t, enum problem_layout layout) {
 
 /* Memory for the tensor: aligned, or one element past an aligned address, or ending where an
  * unreadable page begins. */
-static bool map_memory(problem_tensor *t, enum problem_layout layout) {
+static bool map_memory(const problem *p, problem_tensor *t) {
+    const enum problem_layout layout = problem_layout_of(p, t);
     t->memory_bytes = span_bytes(t, layout);
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     t->mapping_bytes = (size_t)round_up((int64_t)t->memory_bytes, (int64_t)page) + 2 * page;
@@ -145,7 +186,7 @@ static bool map_memory(problem_tensor *t, enum problem_layout layout) {
         mprotect(end, page, PROT_NONE);
         t->memory = end - t->memory_bytes;
     } else {
-        t->memory = (char *)t->mapping + (layout == PROBLEM_UNALIGNED ? problem_dtype_bytes(t->dtype) : 0);
+        t->memory = (char *)t->mapping + problem_offset(p, t) * problem_dtype_bytes(t->dtype);
     }
     return true;
 }
@@ -264,9 +305,9 @@ static void share_memory(problem_tensor *t, const problem_tensor *other) {
 bool problem_reserve(problem *p) {
     p->sample = max64(p->sample, 1);
     for (int i = 0; i < p->tensors; i++)
-        set_strides(&p->tensor[i], problem_layout_of(p, &p->tensor[i]));
+        set_strides(p, &p->tensor[i], problem_layout_of(p, &p->tensor[i]));
     for (int i = 0; i < p->tensors; i++)
-        if (!p->tensor[i].in_place_of && !map_memory(&p->tensor[i], problem_layout_of(p, &p->tensor[i]))) {
+        if (!p->tensor[i].in_place_of && !map_memory(p, &p->tensor[i])) {
             problem_free(p);
             return false;
         }
@@ -285,7 +326,7 @@ size_t problem_place(problem *p, char *memory, DLDevice device) {
     p->sample = max64(p->sample, 1);
     for (int i = 0; i < p->tensors; i++) {
         problem_tensor *t = &p->tensor[i];
-        set_strides(t, t->layout);
+        set_strides(p, t, t->layout);
         t->memory_bytes = span_bytes(t, t->layout);
         const size_t offset = t->layout == PROBLEM_UNALIGNED ? (size_t)problem_dtype_bytes(t->dtype) : 0;
         char *const at = memory ? memory + used + offset : NULL;

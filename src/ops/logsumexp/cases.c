@@ -213,7 +213,7 @@ static void build(problem *p, rafter_dtype dtype, const struct shape *shape, str
     x->special = true;
     problem_add(p, "lse", PROBLEM_OUTPUT, o.narrow ? dtype : RAFTER_F32, left, reduced);
     if (o.rounded)
-        problem_add(p, "rounded", PROBLEM_OUTPUT, dtype, left, reduced);
+        problem_add(p, "rounded", PROBLEM_OUTPUT, dtype, left, reduced)->laid_out_as = "lse";
     problem_add(p, "dlse", PROBLEM_UPSTREAM, o.narrow_dlse ? dtype : RAFTER_F32, left, reduced);
     problem_add(p, "dx", PROBLEM_GRADIENT, dtype, ndim, shape->size)->in_place_of = o.in_place ? "x" : NULL;
     set_bounds(p, n);
