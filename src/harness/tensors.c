@@ -114,8 +114,9 @@ int64_t problem_offset(const problem *p, const problem_tensor *t) {
     return layout == PROBLEM_UNALIGNED ? 1 : layout == PROBLEM_SHUFFLED && one_in(&dice, 2) ? pick(&dice, OFFSETS) : 0;
 }
 
-/* Steps of 1 to 3 elements, gaps of up to 2 lines behind a dimension; every second step and gap is none. */
-static void shuffle_strides(problem_tensor *t, struct dice dice) {
+/* Steps of 1 to 3 elements, gaps of up to 2 lines behind a dimension; every second step and gap is none. A
+ * third of the upstream gradients are expanded. */
+static void shuffle_strides(const problem *p, problem_tensor *t, struct dice dice) {
     int64_t order[PROBLEM_DIMS] = {0}, step = one_in(&dice, 2) ? 1 : 1 + pick(&dice, 3);
     for (int d = 0; d < t->ndim; d++) {
         const int64_t at = one_in(&dice, 2) ? d : pick(&dice, d + 1);
@@ -127,12 +128,17 @@ static void shuffle_strides(problem_tensor *t, struct dice dice) {
         step *= max64(t->shape[order[i]], 1);
         step += one_in(&dice, 2) ? 0 : one_in(&dice, 2) ? 1 + pick(&dice, 5) : 8 * (1 + pick(&dice, 4));
     }
+    if (t->role == PROBLEM_UPSTREAM && !partner(p, t) && one_in(&dice, 3)) {
+        const int64_t one = pick(&dice, 2 * PROBLEM_DIMS); /* all dimensions in half of the cases */
+        for (int d = 0; d < t->ndim; d++)
+            t->stride[d] = one >= PROBLEM_DIMS || one == d ? 0 : t->stride[d];
+    }
     t->plain = false;
 }
 
 static void set_strides(const problem *p, problem_tensor *t, enum problem_layout layout) {
     if (layout == PROBLEM_SHUFFLED && problem_lays_out(t, layout)) {
-        shuffle_strides(t, dice_of(p, t));
+        shuffle_strides(p, t, dice_of(p, t));
         return;
     }
     int64_t order[PROBLEM_DIMS] = {0}; /* dimensions from the outermost in memory to the innermost */
