@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "cuda_runtime.h"
+#include "record_launches.h"
 
 static thread_local cudaError_t last_error = cudaSuccess;
 
@@ -31,11 +32,22 @@ const char *cudaGetErrorString(cudaError_t error) {
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-cudaError_t emulated_launch(const cudaLaunchConfig_t *config, char *(*shared)(), std::function<void()> kernel) {
+static void (*recorder)(const void *kernel);
+
+void emulator_record_launches(void (*record)(const void *kernel)) {
+    recorder = record;
+}
+bool emulator_records_launches(void) {
+    return recorder != nullptr;
+}
+
+cudaError_t emulated_launch(const cudaLaunchConfig_t *config, const void *function, char *(*shared)(),
+                            std::function<void()> kernel) {
+    constexpr unsigned MOST_X = INT32_MAX, MOST_Y = UINT16_MAX, MOST_THREADS = 1024;
     const dim3 grid = config->gridDim, block = config->blockDim;
     const uint64_t threads = uint64_t(block.x) * block.y * block.z;
-    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || threads == 0 || threads > 1024 ||
-        config->dynamicSmemBytes > static_cast<size_t>(EMULATED_SHARED_BYTES))
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > MOST_X || grid.y > MOST_Y || grid.z > MOST_Y ||
+        threads == 0 || threads > MOST_THREADS || config->dynamicSmemBytes > static_cast<size_t>(EMULATED_SHARED_BYTES))
         return failed(cudaErrorInvalidValue);
     emulator::Grid launched = {grid,
                                block,
@@ -57,7 +69,10 @@ cudaError_t emulated_launch(const cudaLaunchConfig_t *config, char *(*shared)(),
     }
     if (grid.x % launched.cluster != 0 || launched.cluster > 16)
         return failed(cudaErrorInvalidValue);
-    emulator::launch(std::move(launched));
+    if (recorder)
+        recorder(function);
+    else
+        emulator::launch(std::move(launched));
     return cudaSuccess;
 }
 
@@ -108,9 +123,10 @@ cudaError_t cudaRuntimeGetVersion(int *version) {
 /* ---- memory ---------------------------------------------------------------------------------- */
 
 cudaError_t emulated_malloc(void **memory, size_t bytes) {
-    if (posix_memalign(memory, 256, bytes > 0 ? bytes : 1) != 0) /* of just this size, for AddressSanitizer */
+    const size_t used = recorder ? 0 : bytes;
+    if (posix_memalign(memory, 256, used > 0 ? used : 1) != 0) /* of just this size, for AddressSanitizer */
         return failed(cudaErrorMemoryAllocation);
-    memset(*memory, 0xff, bytes); /* NaN */
+    memset(*memory, 0xff, used); /* NaN */
     return cudaSuccess;
 }
 cudaError_t cudaFree(void *memory) {
@@ -133,7 +149,8 @@ cudaError_t cudaFreeHost(void *memory) {
 }
 cudaError_t cudaMemset(void *memory, int value, size_t bytes) {
     emulator::finish();
-    memset(memory, value, bytes);
+    if (!recorder)
+        memset(memory, value, bytes);
     return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t) {
@@ -141,7 +158,8 @@ cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t)
 }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind) {
     emulator::finish();
-    memcpy(to, from, bytes);
+    if (!recorder)
+        memcpy(to, from, bytes);
     return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {

@@ -142,6 +142,10 @@ static rafter_status check(rafter_context *context, const rafter_lrpe_cosine_arg
         return rafter_fail(context, bad, "x has size %lld in dimension %d: y would have twice that",
                            (long long)x->shape[last], last);
     const int64_t four[] = {x->shape[0], x->shape[1], last == 3 ? x->shape[2] : 1, x->shape[last]};
+    int64_t of_token;
+    if (context->cuda && (__builtin_mul_overflow(four[2], four[3], &of_token) || of_token > INT32_MAX))
+        return rafter_fail(context, bad, "x has %lld heads of %lld features, wanted fewer than 2^31 elements per token",
+                           (long long)four[2], (long long)four[3]);
 
     RAFTER_TRY(rafter_take_tensor(context, "theta", a.theta, RAFTER_FLOATS, &call->theta));
     RAFTER_TRY(check_theta(context, &call->theta, four));

@@ -312,14 +312,16 @@ struct cudaLaunchConfig_t {
     unsigned numAttrs;
 };
 
-/* `kernel` is run by every thread. shared: see emulator::Grid. */
-cudaError_t emulated_launch(const cudaLaunchConfig_t *config, char *(*shared)(), std::function<void()> kernel);
+/* `kernel` is run by every thread. function: its address. shared: see emulator::Grid. */
+cudaError_t emulated_launch(const cudaLaunchConfig_t *config, const void *function, char *(*shared)(),
+                            std::function<void()> kernel);
 
 template <typename... Wanted, typename... Given>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Wanted...), Given &&...given) {
     std::tuple<std::remove_cv_t<Wanted>...> arguments(static_cast<Wanted>(given)...);
     return emulated_launch(
-        config, []() -> char * { return emulated_shared; }, [kernel, arguments] { std::apply(kernel, arguments); });
+        config, reinterpret_cast<const void *>(kernel), []() -> char * { return emulated_shared; },
+        [kernel, arguments] { std::apply(kernel, arguments); });
 }
 
 cudaError_t cudaGetLastError();

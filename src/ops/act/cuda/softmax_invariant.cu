@@ -84,8 +84,12 @@ struct SoftmaxInvariant {
         bool aligned, in_registers;
     };
 
-    static const char *why_not(const rafter_cuda_state &, const Call &call) {
-        return is_softmax(call) ? NULL : "kind is not softmax";
+    static const char *why_not(const rafter_cuda_state &device, const Call &call) {
+        if (!is_softmax(call))
+            return "kind is not softmax";
+        Plan wanted;
+        plan(device, call, &wanted);
+        return wanted.team.blocks(wanted.rows).blocks > INT32_MAX ? "it counts blocks in 31 bits" : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {

@@ -11,7 +11,12 @@ struct LongRows {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const OrderedCall ordered(call, false);
-        return !is_softmax(call) ? "kind is not softmax" : dim_is_contiguous(ordered.call) ? NULL : "dim is strided";
+        if (!is_softmax(call))
+            return "kind is not softmax";
+        if (!dim_is_contiguous(ordered.call))
+            return "dim is strided";
+        const int64_t numel = call.out.numel;
+        return numel > INT32_MAX && numel / call.out.shape[call.dim] > INT32_MAX ? "it counts rows in 31 bits" : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {

@@ -470,6 +470,8 @@ struct Slabs {
         SlabPlan plan;
         if (!cut(views, is_forward(call), &plan))
             return "slabs do not fit into the shared memory of a cluster";
+        if (views.slabs() > INT32_MAX / plan.blocks)
+            return "it counts blocks in 31 bits";
         if (plan.blocks == MOST_BLOCKS && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 128 &&
             views.column_width() > 2)
             return "columns of this length are read once by persistent blocks";

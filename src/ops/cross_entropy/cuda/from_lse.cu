@@ -23,6 +23,8 @@ struct FromLse {
             return "it is for backward with lse";
         if (p.invariant && (p.order == TINY_ROWS || p.order == CHUNKED_ROWS))
             return "rows are short";
+        if (p.rows > INT32_MAX)
+            return "it counts rows in 31 bits";
         return p.strided ? "rows are not contiguous, or dlogits is aligned otherwise than logits" : NULL;
     }
 

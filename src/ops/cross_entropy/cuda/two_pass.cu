@@ -92,6 +92,8 @@ struct TwoPass {
         const bool shared = call.loss.class_group.ranks > 0;
         if (p.strided && !(shared && call.logits.numel == 0)) /* without elements, strides mean nothing */
             return "rows are not contiguous, or dlogits is aligned otherwise than logits";
+        if (p.rows > INT32_MAX)
+            return "it counts rows in 31 bits";
         return p.classes == 0 && !shared ? "there are no classes" : NULL;
     }
 

@@ -1,0 +1,232 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Calls of up to 2^36 elements, as many as an H200 has memory for, on an emulated one: the library plans them, and a GPU would accept every launch. Nothing
+ * runs, so that tensors have addresses and no memory.
+ *
+ *     test_launches [OP ...] [--calls N] [--seed S] [--kernels]
+ *
+ * Takes N random calls of each map of the op, as many with random strides, and the op's list of problems, each with the
+ * library's choice of a variant and with every variant. --kernels prints the kernels that were launched, as addresses
+ * for `addr2line -Cfe build/emulated/librafter_cuda.so`; those missing are for calls that nobody draws, or for none.
+ */
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "core/sizes.h"
+#include "harness/dice.h"
+#include "harness/internal.h"
+#include "harness/map.h"
+#include "harness/variants.h"
+#include "record_launches.h"
+
+static const int64_t most_elements = (int64_t)1 << 36, most_products = (int64_t)1 << 30;
+
+/* Addresses without memory: tensors at the beginning, the workspace at the end. */
+static const size_t arena_bytes = (size_t)1 << 45, workspace_at = (size_t)1 << 43;
+static char *arena;
+
+static int64_t made, failures;
+
+/* ---- kernels --------------------------------------------------------------------------------- */
+
+enum { KERNELS_MOST = 8192 };
+static const void *kernels[KERNELS_MOST];
+static int kernel_count;
+
+static void note(const void *kernel) {
+    for (int i = 0; i < kernel_count; i++)
+        if (kernels[i] == kernel)
+            return;
+    if (kernel_count < KERNELS_MOST)
+        kernels[kernel_count++] = kernel;
+}
+
+static void print_kernels(void) {
+    for (int i = 0; i < kernel_count; i++) {
+        Dl_info info;
+        if (dladdr(kernels[i], &info))
+            printf("0x%zx\n", (size_t)((const char *)kernels[i] - (const char *)info.dli_fbase));
+    }
+}
+
+/* ---- contexts -------------------------------------------------------------------------------- */
+
+struct contexts {
+    int count;
+    const char *name[VARIANTS_MOST + 1]; /* the first one is NULL: the library's choice */
+    rafter_context *of[VARIANTS_MOST + 1];
+};
+
+static void *allocate(void *user, size_t bytes) {
+    (void)user;
+    return bytes < arena_bytes - workspace_at ? arena + workspace_at : NULL;
+}
+
+static void release(void *user, void *memory) {
+    (void)user;
+    (void)memory;
+}
+
+static void open_contexts(struct contexts *contexts, const char *op) {
+    rafter_context_options options = {
+        .size = sizeof options, .device = {kDLCUDA, 0}, .allocate = allocate, .release = release};
+    *contexts = (struct contexts){.count = 1};
+    contexts->of[0] = variant_context(NULL, options);
+    const char *name, *reason;
+    for (int i = 0; rafter_describe_variant(contexts->of[0], op, i, &name, &reason); i++) {
+        contexts->name[contexts->count] = name;
+        contexts->of[contexts->count++] = variant_context(name, options);
+    }
+    for (int i = 0; i < contexts->count; i++)
+        if (!contexts->of[i]) {
+            printf("no context: %s\n", rafter_last_error(NULL));
+            exit(2);
+        }
+}
+
+/* ---- calls ----------------------------------------------------------------------------------- */
+
+/* Gives the tensors addresses in the arena. False: they are larger than it. */
+static bool place(problem *p) {
+    size_t used = 0;
+    for (int i = 0; i < p->tensors; i++)
+        p->tensor[i].layout = problem_layout_of(p, &p->tensor[i]);
+    problem_place(p, arena, (DLDevice){kDLCUDA, 0});
+    for (int i = 0; i < p->tensors; i++) {
+        problem_tensor *const t = &p->tensor[i];
+        t->tensor.data = arena + used + problem_offset(p, t) * problem_dtype_bytes(t->dtype);
+        used += (size_t)round_up((int64_t)t->memory_bytes + 4096, 4096);
+    }
+    for (int i = 0; i < p->tensors; i++)
+        if (p->tensor[i].in_place_of) {
+            const problem_tensor *const other = problem_find(p, p->tensor[i].in_place_of);
+            p->tensor[i].tensor.data = other->tensor.data;
+            memcpy(p->tensor[i].stride, other->stride, sizeof other->stride);
+        }
+    return used < workspace_at;
+}
+
+/* Tokens of lrpe_cosine have fewer than 2^31 elements; larger ones are refused. */
+static bool is_refused(const problem *p) {
+    const problem_tensor *const x = problem_find(p, "x");
+    int64_t of_token = 1;
+    for (int d = 2; x && d < x->ndim; d++)
+        of_token *= x->shape[d];
+    return strcmp(p->op->op, "lrpe_cosine") == 0 && of_token > INT32_MAX;
+}
+
+static void make_calls(problem *p, const struct contexts *contexts) {
+    p->options.budget = PROBLEM_NO_BUDGET; /* to find the smallest one takes many plans */
+    if (!place(p))
+        return;
+    for (int m = 0; m < PROBLEM_MODES; m++) {
+        if (!(p->op->algorithm_modes[p->algorithm] >> m & 1))
+            continue;
+        for (int i = 0; i < contexts->count; i++) {
+            const rafter_status status = p->op->call(p, contexts->of[i], (enum problem_mode)m);
+            if (is_refused(p) && status == RAFTER_INVALID_ARGUMENT)
+                continue;
+            if (status != RAFTER_OK && variant_declined(contexts->of[i], status) && contexts->name[i])
+                continue;
+            made++;
+            if ((status != RAFTER_OK || is_refused(p)) && failures++ < 40)
+                printf("FAIL %s %s | %s | %s %s: %s\n", p->op->op, contexts->name[i] ? contexts->name[i] : "auto",
+                       p->label, problem_layout_names[p->layout], problem_mode_names[m],
+                       rafter_last_error(contexts->of[i]));
+        }
+    }
+}
+
+static int pick_algorithm(const struct op_cases *op, struct dice *dice) {
+    int algorithms = 0;
+    while (op->algorithms[algorithms])
+        algorithms++;
+    return (int)pick(dice, algorithms);
+}
+
+static void call_list(const struct op_cases *op, const struct contexts *contexts) {
+    for (int64_t index = 0; index < op->count(); index++)
+        for (int layout = 0; layout < PROBLEM_LAYOUTS; layout++)
+            for (int algorithm = 0; op->algorithms[algorithm]; algorithm++) {
+                problem p = {.op = op, .layout = (enum problem_layout)layout, .algorithm = algorithm};
+                op->make(&p, index);
+                if (problem_has_layout(&p, p.layout) && problem_adapt(&p))
+                    make_calls(&p, contexts);
+            }
+}
+
+/* Number `index` of the random calls: of the op's maps, of its make_random, and with random strides. */
+static void call_random(const struct op_cases *op, uint64_t seed, int64_t index, const struct contexts *contexts) {
+    struct dice dice = {problem_mix(seed) ^ (uint64_t)index};
+    for (int k = 0; k < op->maps; k++)
+        for (int shuffled = 0; shuffled < 2; shuffled++) {
+            problem p = {.op = op, .layout = shuffled ? PROBLEM_SHUFFLED : PROBLEM_COMPACT, .shuffle = roll(&dice)};
+            const int64_t most = pick_size(&dice, most_elements);
+            const struct map_cell cell = map_draw_unlisted(op, &op->map[k], seed + (uint64_t)shuffled, index, most);
+            op->map[k].make(&p, &cell);
+            make_calls(&p, contexts);
+        }
+    problem p = {.op = op};
+    if (op->make_random) {
+        p.algorithm = pick_algorithm(op, &dice);
+        p.layout = (enum problem_layout)pick(&dice, PROBLEM_LAYOUTS);
+        op->make_random(&p, &dice, most_products);
+        if (problem_has_layout(&p, p.layout) && problem_adapt(&p))
+            make_calls(&p, contexts);
+    }
+    p = (problem){.op = op, .algorithm = pick_algorithm(op, &dice), .layout = PROBLEM_SHUFFLED};
+    p.shuffle = roll(&dice);
+    op->make(&p, pick(&dice, op->count()));
+    if (problem_has_layout(&p, p.layout) && problem_adapt(&p))
+        make_calls(&p, contexts);
+}
+
+int main(int argc, char **argv) {
+    const char *ops[16] = {NULL};
+    int named = 0;
+    int64_t calls = 1000;
+    uint64_t seed = 1;
+    bool list = false;
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--calls") == 0 && i + 1 < argc)
+            calls = atoll(argv[++i]);
+        else if (strcmp(argv[i], "--seed") == 0 && i + 1 < argc)
+            seed = strtoull(argv[++i], NULL, 10);
+        else if (strcmp(argv[i], "--kernels") == 0)
+            list = true;
+        else if (named < 15)
+            ops[named++] = argv[i];
+    }
+    arena = mmap(NULL, arena_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (arena == MAP_FAILED) {
+        perror("no addresses for the tensors");
+        return 2;
+    }
+    emulator_record_launches(note);
+    for (int o = 0; problem_ops[o]; o++) {
+        const struct op_cases *const op = problem_ops[o];
+        bool wanted = named == 0;
+        for (int i = 0; i < named; i++)
+            wanted |= strcmp(ops[i], op->op) == 0;
+        if (!wanted)
+            continue;
+        struct contexts contexts;
+        open_contexts(&contexts, op->op);
+        const int before = kernel_count;
+        call_list(op, &contexts);
+        for (int64_t i = 0; i < calls; i++)
+            call_random(op, seed, i, &contexts);
+        if (!list)
+            printf("%-22s %d kernels launched\n", op->op, kernel_count - before);
+        for (int i = 0; i < contexts.count; i++)
+            rafter_context_destroy(contexts.of[i]);
+    }
+    if (list)
+        print_kernels();
+    else
+        printf("%lld calls, %lld failures\n", (long long)made, (long long)failures);
+    return made == 0 || failures > 0;
+}
