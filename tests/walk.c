@@ -36,7 +36,7 @@
 #include "core/sizes.h"
 #include "few.h"
 #include "harness/context.h"
-#include "harness/dice.h"
+#include "harness/draw.h"
 #include "harness/gpu.h"
 #include "harness/map.h"
 #include "harness/problem.h"
@@ -305,45 +305,6 @@ static void walk_problem(const struct op_cases *op, int64_t index, struct varian
             }
 }
 
-/* A random problem of a map; its layout is the cell's. */
-static void draw_from_map(problem *p, const struct map_kind *kind, const struct selection *s, int64_t index) {
-    const struct map_cell cell = map_draw_unlisted(p->op, kind, s->seed, index, s->most);
-    kind->make(p, &cell);
-}
-
-static struct dice dice_of(const struct selection *s, int64_t index) {
-    return (struct dice){problem_mix(s->seed) ^ (uint64_t)index};
-}
-
-static int pick_algorithm(const struct op_cases *op, struct dice *dice) {
-    int algorithms = 0;
-    while (op->algorithms[algorithms])
-        algorithms++;
-    return one_in(dice, 2) ? 0 : (int)pick(dice, algorithms);
-}
-
-/* A random problem of an op without maps, for any of its algorithms, in any layout that its tensors have. */
-static void draw_without_map(problem *p, const struct selection *s, int64_t index) {
-    const struct op_cases *const op = p->op;
-    struct dice dice = dice_of(s, index);
-    do {
-        *p = (problem){.op = op, .algorithm = pick_algorithm(op, &dice)};
-        p->layout = one_in(&dice, 2) ? PROBLEM_COMPACT : (enum problem_layout)pick(&dice, PROBLEM_LAYOUTS);
-        op->make_random(p, &dice, s->most);
-    } while (!problem_has_layout(p, p->layout) || !problem_adapt(p));
-}
-
-/* A problem of the op's list, for any of its algorithms, whose tensors have random strides. */
-static void draw_shuffled(problem *p, const struct selection *s, int64_t index) {
-    const struct op_cases *const op = p->op;
-    struct dice dice = dice_of(s, ~index);
-    do {
-        *p = (problem){.op = op, .algorithm = pick_algorithm(op, &dice), .layout = PROBLEM_SHUFFLED};
-        p->shuffle = roll(&dice);
-        op->make(p, pick(&dice, op->count()));
-    } while (p->large || p->for_cuda || !problem_has_layout(p, p->layout) || !problem_adapt(p));
-}
-
 /* The label ends with the problem's number, which --seed and --cells find again. */
 static void walk_drawn(problem *p, const struct selection *s, int64_t index, struct variant variants[], int count) {
     const size_t used = strlen(p->label);
@@ -358,17 +319,21 @@ static void walk_drawn(problem *p, const struct selection *s, int64_t index, str
 
 static void walk_cells(const struct op_cases *op, const struct selection *s, struct variant variants[], int count) {
     for (int64_t i = 0; i < s->cells; i++) {
-        problem p = {.op = op};
+        struct dice dice = {problem_mix(s->seed) ^ (uint64_t)i};
+        problem p;
         for (int k = 0; k < op->maps; k++) {
+            const struct map_cell cell = map_draw_unlisted(op, &op->map[k], s->seed, i, s->most);
             p = (problem){.op = op};
-            draw_from_map(&p, &op->map[k], s, i);
+            op->map[k].make(&p, &cell);
             walk_drawn(&p, s, i, variants, count);
         }
         if (op->make_random) {
-            draw_without_map(&p, s, i);
+            draw_without_map(&p, op, &dice, s->most);
             walk_drawn(&p, s, i, variants, count);
         }
-        draw_shuffled(&p, s, i);
+        do
+            draw_shuffled(&p, op, &dice);
+        while (p.for_cuda);
         walk_drawn(&p, s, i, variants, count);
     }
 }

@@ -16,7 +16,7 @@
 #include <sys/mman.h>
 
 #include "core/sizes.h"
-#include "harness/dice.h"
+#include "harness/draw.h"
 #include "harness/internal.h"
 #include "harness/map.h"
 #include "harness/variants.h"
@@ -140,13 +140,6 @@ static void make_calls(problem *p, const struct contexts *contexts) {
     }
 }
 
-static int pick_algorithm(const struct op_cases *op, struct dice *dice) {
-    int algorithms = 0;
-    while (op->algorithms[algorithms])
-        algorithms++;
-    return (int)pick(dice, algorithms);
-}
-
 static void call_list(const struct op_cases *op, const struct contexts *contexts) {
     for (int64_t index = 0; index < op->count(); index++)
         for (int layout = 0; layout < PROBLEM_LAYOUTS; layout++)
@@ -169,19 +162,13 @@ static void call_random(const struct op_cases *op, uint64_t seed, int64_t index,
             op->map[k].make(&p, &cell);
             make_calls(&p, contexts);
         }
-    problem p = {.op = op};
+    problem p;
     if (op->make_random) {
-        p.algorithm = pick_algorithm(op, &dice);
-        p.layout = (enum problem_layout)pick(&dice, PROBLEM_LAYOUTS);
-        op->make_random(&p, &dice, most_products);
-        if (problem_has_layout(&p, p.layout) && problem_adapt(&p))
-            make_calls(&p, contexts);
-    }
-    p = (problem){.op = op, .algorithm = pick_algorithm(op, &dice), .layout = PROBLEM_SHUFFLED};
-    p.shuffle = roll(&dice);
-    op->make(&p, pick(&dice, op->count()));
-    if (problem_has_layout(&p, p.layout) && problem_adapt(&p))
+        draw_without_map(&p, op, &dice, most_products);
         make_calls(&p, contexts);
+    }
+    draw_shuffled(&p, op, &dice);
+    make_calls(&p, contexts);
 }
 
 int main(int argc, char **argv) {
