@@ -7,8 +7,8 @@
 #include <unistd.h>
 
 #include "core/sizes.h"
-#include "harness/gpu.h"
 #include "harness/dice.h"
+#include "harness/gpu.h"
 #include "harness/internal.h"
 
 /* ---- declaring ------------------------------------------------------------------------------- */
@@ -114,8 +114,8 @@ int64_t problem_offset(const problem *p, const problem_tensor *t) {
     return layout == PROBLEM_UNALIGNED ? 1 : layout == PROBLEM_SHUFFLED && one_in(&dice, 2) ? pick(&dice, OFFSETS) : 0;
 }
 
-/* Steps of 1 to 3 elements, gaps of up to 2 lines behind a dimension; every second step and gap is none. A
- * third of the upstream gradients are expanded. */
+/* Dimensions in any order; a step of 1 to 3 elements; behind each dimension no gap, or one of up to 32 elements. A third
+ * of the upstream gradients are expanded. */
 static void shuffle_strides(const problem *p, problem_tensor *t, struct dice dice) {
     int64_t order[PROBLEM_DIMS] = {0}, step = one_in(&dice, 2) ? 1 : 1 + pick(&dice, 3);
     for (int d = 0; d < t->ndim; d++) {
@@ -174,8 +174,7 @@ static size_t span_bytes(const problem_tensor *t, enum problem_layout layout) {
     return (size_t)((elements + pad) * problem_dtype_bytes(t->dtype));
 }
 
-/* Memory for the tensor: aligned, or one element past an aligned address, or ending where an
- * unreadable page begins. */
+/* Memory for the tensor: problem_offset elements past an aligned address, or ending where an unreadable page begins. */
 static bool map_memory(const problem *p, problem_tensor *t) {
     const enum problem_layout layout = problem_layout_of(p, t);
     t->memory_bytes = span_bytes(t, layout);
