@@ -564,9 +564,10 @@ RAFTER_API rafter_status rafter_linear_cross_entropy_saved(rafter_context *conte
  * x's dtype. theta [H, D], [H, 1] or [1, D], fp32, bf16 or fp16. The position of token n is offset
  * + n, or positions[n] or positions[b, n] if given. The product of position and theta is reduced to an
  * angle without rounding first: position 10^6 is as accurate as position 1. f is any act; softmax runs
- * over the feature dimension D or over the sequence dimension N: see softmax_over.
+ * over the feature dimension D or over the sequence dimension N: see softmax_over. On CUDA, H D is less
+ * than 2^31.
  * Backward: writes those of dx (x's dtype) and dtheta (theta's shape; fp32 or theta's dtype) that are not
- * NULL, from x, theta and dy. On CUDA a token has fewer than 2^31 elements, H D.
+ * NULL, from x, theta and dy.
  */
 
 typedef enum rafter_softmax_over { RAFTER_OVER_FEATURE = 0, RAFTER_OVER_SEQUENCE = 1 } rafter_softmax_over;

@@ -302,9 +302,8 @@ bool problem_allocate(problem *p, uint64_t seed);
  * pages take memory only once they are read or written. */
 bool problem_reserve(problem *p);
 void problem_free(problem *p);
-/* Gives every tensor its own layout (problem_tensor.layout) and an address in `memory`, which is on
- * `device` and stays the caller's. Returns the bytes that the tensors take; with NULL it only counts
- * them. No tensor may be in place. */
+/* Gives every tensor its layout and an address in `memory`, which is on `device` and stays the caller's.
+ * Returns the bytes that the tensors take; with NULL it only counts them. */
 size_t problem_place(problem *p, char *memory, DLDevice device);
 /* Fills the inputs and upstream gradients of a placed problem, on its device. On a GPU a kernel draws
  * the numbers; on a CPU a million are drawn and repeated. False: the device failed. */

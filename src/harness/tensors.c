@@ -331,14 +331,25 @@ size_t problem_place(problem *p, char *memory, DLDevice device) {
     p->sample = max64(p->sample, 1);
     for (int i = 0; i < p->tensors; i++) {
         problem_tensor *t = &p->tensor[i];
-        set_strides(p, t, t->layout);
-        t->memory_bytes = span_bytes(t, t->layout);
-        const size_t offset = t->layout == PROBLEM_UNALIGNED ? (size_t)problem_dtype_bytes(t->dtype) : 0;
+        set_strides(p, t, problem_layout_of(p, t));
+        if (t->in_place_of)
+            continue;
+        t->memory_bytes = span_bytes(t, problem_layout_of(p, t));
+        const size_t offset = (size_t)(problem_offset(p, t) * problem_dtype_bytes(t->dtype));
         char *const at = memory ? memory + used + offset : NULL;
         t->memory = device.device_type == kDLCPU ? at : NULL;
         t->device = device.device_type == kDLCPU ? NULL : at;
         set_argument(t, at, device);
         used += (size_t)round_up((int64_t)(t->memory_bytes + offset), ALIGNMENT);
+    }
+    for (int i = 0; i < p->tensors; i++) {
+        problem_tensor *const t = &p->tensor[i];
+        if (!t->in_place_of)
+            continue;
+        const problem_tensor *const other = problem_find(p, t->in_place_of);
+        share_memory(t, other);
+        t->device = other->device;
+        set_argument(t, other->tensor.data, device);
     }
     return used;
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Calls of up to 2^36 elements, as many as an H200 has memory for, on an emulated one: the library plans them, and a GPU would accept every launch. Nothing
- * runs, so that tensors have addresses and no memory.
+ * Calls of up to 2^36 elements, as many as an H200 has memory for, on an emulated one. The library plans them, and a GPU
+ * would accept every launch. Nothing runs, so that tensors have addresses and no memory.
  *
  *     test_launches [OP ...] [--calls N] [--seed S] [--kernels]
  *
@@ -15,9 +15,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "core/sizes.h"
 #include "harness/draw.h"
-#include "harness/internal.h"
 #include "harness/map.h"
 #include "harness/variants.h"
 #include "record_launches.h"
@@ -65,9 +63,10 @@ static void *allocate(void *user, size_t bytes) {
     return bytes < arena_bytes - workspace_at ? arena + workspace_at : NULL;
 }
 
-static void release(void *user, void *memory) {
+static void release(void *user, void *memory, size_t bytes) {
     (void)user;
     (void)memory;
+    (void)bytes;
 }
 
 static void open_contexts(struct contexts *contexts, const char *op) {
@@ -89,26 +88,6 @@ static void open_contexts(struct contexts *contexts, const char *op) {
 
 /* ---- calls ----------------------------------------------------------------------------------- */
 
-/* Gives the tensors addresses in the arena. False: they are larger than it. */
-static bool place(problem *p) {
-    size_t used = 0;
-    for (int i = 0; i < p->tensors; i++)
-        p->tensor[i].layout = problem_layout_of(p, &p->tensor[i]);
-    problem_place(p, arena, (DLDevice){kDLCUDA, 0});
-    for (int i = 0; i < p->tensors; i++) {
-        problem_tensor *const t = &p->tensor[i];
-        t->tensor.data = arena + used + problem_offset(p, t) * problem_dtype_bytes(t->dtype);
-        used += (size_t)round_up((int64_t)t->memory_bytes + 4096, 4096);
-    }
-    for (int i = 0; i < p->tensors; i++)
-        if (p->tensor[i].in_place_of) {
-            const problem_tensor *const other = problem_find(p, p->tensor[i].in_place_of);
-            p->tensor[i].tensor.data = other->tensor.data;
-            memcpy(p->tensor[i].stride, other->stride, sizeof other->stride);
-        }
-    return used < workspace_at;
-}
-
 /* Tokens of lrpe_cosine have fewer than 2^31 elements; larger ones are refused. */
 static bool is_refused(const problem *p) {
     const problem_tensor *const x = problem_find(p, "x");
@@ -120,7 +99,7 @@ static bool is_refused(const problem *p) {
 
 static void make_calls(problem *p, const struct contexts *contexts) {
     p->options.budget = PROBLEM_NO_BUDGET; /* to find the smallest one takes many plans */
-    if (!place(p))
+    if (problem_place(p, arena, (DLDevice){kDLCUDA, 0}) >= workspace_at)
         return;
     for (int m = 0; m < PROBLEM_MODES; m++) {
         if (!(p->op->algorithm_modes[p->algorithm] >> m & 1))
