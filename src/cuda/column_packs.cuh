@@ -60,7 +60,7 @@ static inline const char *why_not_column_packs(const Slabs &s, const ColumnChoic
     const bool loose = are_loose(s, how.tensors, bytes);
     if (s.inner * bytes < 32 || (loose && s.inner < LEAST_LOOSE))
         return "few rows are side by side";
-    if (s.rows() > INT32_MAX / 2)
+    if (s.rows() > MOST_INT_ROWS)
         return "it counts rows in 31 bits";
     const int64_t enough = how.splits ? LEAST_ROWS : min(ROWS_PER_STEP * s.length, MANY_ROWS);
     return s.length > (loose ? how.longest_loose : how.longest) || (s.length > FEW_STEPS && s.rows() < enough)

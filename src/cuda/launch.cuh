@@ -38,6 +38,10 @@ static inline unsigned grid_of(int64_t blocks) {
     return blocks <= INT32_MAX ? static_cast<unsigned>(blocks) : 0;
 }
 
+/* The most rows of kernels that number rows by an int: the numbers past the last row, which the last block of a grid or
+ * the last step of a loop over a grid may reach, fit too. */
+constexpr int64_t MOST_INT_ROWS = INT32_MAX - (1 << 24);
+
 struct Launch {
     int64_t blocks;
     int threads;

@@ -33,7 +33,7 @@ struct RowThreads {
 
 /* Why these rows are not for threads, or NULL. */
 static inline const char *why_not_threads(const Slabs &s, int bytes) {
-    if (s.rows() > INT32_MAX / 2 || s.length > INT32_MAX / 2 || s.inner > INT32_MAX / 2)
+    if (s.rows() > MOST_INT_ROWS || s.length > INT32_MAX / 2)
         return "it counts rows and columns in 31 bits";
     if (s.inner == 1) { /* rows are at most 32 bytes apart: a warp touches eight cache lines at a time */
         const bool close = s.step[0] == 1 && s.walk.dims == 1 && s.walk.stride[0][0] * bytes <= 32;

@@ -69,7 +69,7 @@ static inline int64_t tiny_pitch(const Slabs &s) {
 
 /* Why these rows are not for tiny_rows, or NULL. `tensors`: 2 if there is a gradient. */
 static inline const char *why_not_tiny(const Slabs &s, int tensors, int bytes) {
-    constexpr int64_t LEAST_ROWS = 1 << 13, MOST_ROWS = INT32_MAX - 8 * TINY_THREADS;
+    constexpr int64_t LEAST_ROWS = 1 << 13;
     if (s.length < 2 || s.length > LONGEST_TINY)
         return "rows have fewer than 2 or more than 32 elements";
     const int64_t pitch = tiny_pitch(s);
@@ -77,7 +77,7 @@ static inline const char *why_not_tiny(const Slabs &s, int tensors, int bytes) {
         return "rows do not follow each other, or with large gaps";
     if (tensors > 1 && !s.packed(1))
         return "gradients do not follow each other";
-    if (s.rows() < LEAST_ROWS || s.rows() > MOST_ROWS)
+    if (s.rows() < LEAST_ROWS || s.rows() > MOST_INT_ROWS)
         return "rows are few, or more than 31 bits count";
     if (pitch * bytes % (pitch == s.length ? 16 : 32) == 0)
         return "threads would wait for each other's banks";

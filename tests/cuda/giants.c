@@ -133,6 +133,56 @@ static void test_giant_lines(void) {
     }
 }
 
+/* The most rows that kernels number by an int, and three fewer, so that packs of four rows are whole; of two elements
+ * that are adjacent, or that are `rows` elements apart. */
+static void test_most_int_rows(void) {
+    const int64_t most = INT32_MAX - (1 << 24), two = 2;
+    for (int test = 0; test < 4; test++) {
+        const bool columns = test % 2;
+        int64_t rows = test < 2 ? most : most - 3, shape[2] = {rows, two},
+                strides[2] = {columns ? 1 : two, columns ? rows : 1};
+        DLTensor x = giant_tensor(RAFTER_BF16, 2, shape, PATTERN), dx = giant_tensor(RAFTER_BF16, 2, shape, 0xff);
+        DLTensor row_value = giant_tensor(RAFTER_F32, 1, &rows, 0xff),
+                 upstream = giant_tensor(RAFTER_F32, 1, &rows, PATTERN);
+        DLTensor lse_of = giant_tensor(RAFTER_F32, 1, &rows, 0xff), labels = giant_tensor(RAFTER_I32, 1, &rows, 0);
+        x.strides = dx.strides = strides;
+        const int64_t n = two * rows, period = columns ? 1 : two;
+
+        const rafter_logsumexp_args lse = {
+            .size = sizeof lse, .dim = 1, .x = &x, .lse = &lse_of, .dlse = &upstream, .dx = &dx};
+        ran(rafter_logsumexp_forward(giant, &lse), "logsumexp of almost 2^31 rows");
+        expect_giant("lse", &lse_of, rows, 1, 0, pattern + log(2));
+        ran(rafter_logsumexp_backward(giant, &lse), "backward of almost 2^31 rows");
+        expect_giant("dx", &dx, n, 1, 0, pattern / 2);
+
+        for (int capped = 0; capped < 2; capped++) {
+            const double slope = capped ? 1 - tanh(pattern) * tanh(pattern) : 1;
+            const rafter_loss_options options = {
+                .size = sizeof options, .reduction = RAFTER_NONE, .softcap = capped ? 1.0f : 0.0f};
+            const rafter_cross_entropy_args forward = {.size = sizeof forward,
+                                                       .options = &options,
+                                                       .logits = &x,
+                                                       .target = &labels,
+                                                       .loss = &row_value,
+                                                       .lse = &lse_of};
+            ran(rafter_cross_entropy_forward(giant, &forward), "cross_entropy of almost 2^31 rows");
+            expect_giant("loss", &row_value, rows, 1, 0, log(2));
+            rafter_cross_entropy_args backward = forward;
+            backward.loss = NULL;
+            backward.dloss = &upstream;
+            backward.dlogits = &dx;
+            ran(rafter_cross_entropy_backward(giant, &backward), "gradients of almost 2^31 rows");
+            /* One class after the other, or both of a row. */
+            expect_giant("dlogits", &dx, columns ? rows : n, period, 0, -pattern / 2 * slope);
+            DLTensor second = dx;
+            second.data = (char *)dx.data + (columns ? rows : 1) * 2;
+            expect_giant("dlogits", &second, columns ? rows : n - 1, period, 0, pattern / 2 * slope);
+        }
+        const DLTensor *const all[] = {&x, &dx, &row_value, &upstream, &lse_of, &labels};
+        release_all(all, sizeof all / sizeof *all);
+    }
+}
+
 /* Rows of one pack each: more threads than 32 bits can count. */
 static void test_giant_packs(void) {
     int64_t shape[2] = {((int64_t)1 << 27) + 7, 8};
@@ -151,6 +201,7 @@ void test_giants(void) {
     gpu_describe(giant, &facts);
     if (facts.memory_bytes >= least) {
         test_giant_rows();
+        test_most_int_rows();
         test_giant_lines();
         test_giant_packs();
     } else {

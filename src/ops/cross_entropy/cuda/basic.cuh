@@ -405,7 +405,7 @@ inline const char *why_not_basic_options(const Problem &p, const cross_entropy_c
         return reason;
     if (rows == ANY_ROWS ? !p.contiguous : p.strided)
         return "rows are not contiguous, or dlogits is aligned otherwise than logits";
-    if (p.rows > 1 << 30)
+    if (p.rows > MOST_INT_ROWS)
         return "it counts rows in 31 bits";
     if (p.invariant) /* SpacedArgs */
         return p.whole_packs ? NULL : "rows are not whole, aligned packs of 16 bytes";

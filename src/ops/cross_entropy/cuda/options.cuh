@@ -163,7 +163,7 @@ inline const char *why_not_options(const Problem &p, const cross_entropy_call &c
         return reason;
     if (p.forward == p.gradient)
         return p.forward ? "loss and gradient are wanted at once" : "there is nothing to write";
-    if (p.rows > 1 << 30)
+    if (p.rows > MOST_INT_ROWS)
         return "it counts rows in 31 bits";
     if (l.reduction != RAFTER_NONE)
         return NULL;

@@ -5,6 +5,7 @@
  * rows at once, a thread per row.
  */
 #include "cuda/slab_stage.cuh"
+#include "cuda/slab_tiles.cuh"
 #include "ops/cross_entropy/cuda/general.cuh"
 
 namespace {
@@ -115,7 +116,7 @@ struct Staged {
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
         if (p.gradient && p.lse_given && s.inner > 1 &&
             (p.classes >= LONG_COLUMNS || (s.inner >= WIDE_COLUMNS && s.across[1] == 1)) &&
-            p.rows * p.row_bytes >= LARGE_COLUMNS)
+            p.rows * p.row_bytes >= LARGE_COLUMNS && !too_large(s))
             return "rows lie side by side and lse is given: the gradient needs no shared memory";
         return why_not_staged(s, p.gradient, static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
     }

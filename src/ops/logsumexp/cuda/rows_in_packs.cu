@@ -188,7 +188,7 @@ struct RowsInPacks {
             return reason;
         if (p.n > LONGEST_SPACED)
             return "rows have more than 7 elements";
-        if (p.rows > INT32_MAX / 2)
+        if (p.rows > MOST_INT_ROWS)
             return "it counts rows in 31 bits";
         const LseRows lse = lse_rows(call);
         const Rows dlse = p.backward ? reduced_rows(call.dlse, call) : Rows{};
