@@ -419,11 +419,11 @@ template <typename T, int INPUTS, typename F> struct Launcher {
                    static_cast<unsigned>(count), f);
             return;
         }
-        int turned = 0;
-        for (int t = 1; t <= INPUTS; t++)
-            turned += !views.direct(t);
         const Tiles tiles = tiles_of<T>(n, m, rows / m, flat, views.has_packs());
-        launch(context, {grid(tiles.count, 1), TILE_THREADS, static_cast<size_t>(turned * tiles.bytes)},
+        size_t shared = 0;
+        for (int t = 1; t <= INPUTS; t++)
+            shared += static_cast<size_t>(views.direct(t) ? tiles.direct.bytes : tiles.turned.bytes);
+        launch(context, {grid(tiles.count, 1), TILE_THREADS, shared},
                flat ? by_tiles<T, INPUTS, true, F> : by_tiles<T, INPUTS, false, F>, views.tensors(other),
                views.outer(other), tiles, f);
     }

@@ -3,14 +3,15 @@
  * The elementwise kernels for inputs that are contiguous along another dimension than the output: by_tiles,
  * and by_aligned_tiles for rows and lines that consist of aligned packs.
  *
- * The output is [..., m, n]: rows of n adjacent elements. A turned input has the m elements of a column
- * adjacent: these are a line. A block takes a tile of some rows and columns. It reads packs of lines into
- * shared memory, and then each thread computes packs of the output from it. Lines and rows may begin at any
- * address. All loads of a tile, also those of inputs that lie as the output does, are issued before the first
- * result is used.
+ * The output is [..., m, n]: rows of n adjacent elements. A turned input has the m elements of a column adjacent; a
+ * direct input has rows, as the output. A block takes a tile of some rows and columns. It copies the tile of each input
+ * into shared memory, and then each thread computes packs of the output from there.
+ *
+ * Rows and columns may begin at any address: the aligned packs that contain them are copied, and an element has the
+ * same offset from a multiple of 16 bytes in shared memory as in memory. So copies take no registers and no shifts.
  *
  * Packs are aligned in the output. If its rows are not, the packs of a tile may begin up to N - 1 columns
- * before the tile does. The lines of these columns, the halo, are read too.
+ * before the tile does. These columns, the halo, are copied too.
  */
 #ifndef RAFTER_CUDA_ELEMENTWISE_TILES_CUH
 #define RAFTER_CUDA_ELEMENTWISE_TILES_CUH
@@ -19,11 +20,11 @@
 
 namespace elementwise {
 
-constexpr int TILE_THREADS = 256, TILE_PACKS = 2; /* per block; packs of each tensor per thread */
+constexpr int TILE_THREADS = 256, TILE_PACKS = 2; /* per block; packs of the output per thread */
 constexpr int TILE_UNITS = TILE_THREADS * TILE_PACKS;
-constexpr int LINE_PACKS = 8; /* packs of a line that a tile has, if m allows; more if n is small */
-/* A warp takes GROUP_ROWS x GROUP_PACKS packs of the output: reads of shared memory have no bank conflicts, and what is
- * written of a row is whole memory sectors. */
+constexpr int LINE_PACKS = 8; /* packs of a column that a tile has, if m allows; more if n is small */
+/* A warp takes GROUP_ROWS x GROUP_PACKS packs of the output: reads of shared memory have few bank conflicts, and what
+ * is written of a row is whole memory sectors. */
 constexpr int GROUP_ROWS = 8, GROUP_PACKS = 4;
 static_assert(GROUP_ROWS * GROUP_PACKS == WARP, "");
 constexpr int MOST_FLAT_COLUMNS = 64;
@@ -31,19 +32,43 @@ constexpr int64_t LEAST_TILE_ROWS = 16, LEAST_TILE_COLUMNS = 16; /* less is not 
 
 constexpr int PAD_BYTES = 16; /* before and after a tile in shared memory: may be read, but is not used */
 
+/* How the tile of an input lies in shared memory: as lines of adjacent elements, which are columns of a turned input,
+ * rows of a direct one. */
+struct TileSide {
+    int lines;     /* including the halo */
+    int pitch;     /* elements from line to line: whole packs */
+    int skew;      /* elements more after every N lines, whole packs, so that lines N apart use different banks */
+    int bytes;     /* of shared memory */
+    Divisor packs; /* that a line touches, at most */
+};
+
 /* As a kernel argument. */
 struct Tiles {
-    int n, m;             /* columns and rows of the tensors */
-    int columns, rows;    /* of a tile; rows: a multiple of N */
-    int halo;             /* columns before the tile whose lines are read too */
-    int pitch;            /* elements from line to line in shared memory: an odd number of 4-byte words */
-    int bytes;            /* shared memory for a tile of a turned input */
-    Divisor across, down; /* tiles along n and along m */
-    Divisor line_packs;   /* packs of a line of a tile */
-    Divisor row_groups;   /* groups of GROUP_ROWS rows per tile */
-    Divisor by_n;         /* used if flat */
-    int64_t count;        /* tiles in all */
+    int n, m;                /* columns and rows of the tensors */
+    int columns, rows;       /* of a tile; rows: a multiple of N */
+    int halo;                /* columns before the tile that are copied too */
+    int lead;                /* elements of a direct line before the tile: the halo; if flat, N */
+    TileSide turned, direct; /* direct, if flat: all rows are one line */
+    Divisor across, down;    /* tiles along n and along m */
+    Divisor row_groups;      /* groups of GROUP_ROWS rows per tile */
+    Divisor by_n;            /* used if flat */
+    int64_t count;           /* tiles in all */
 };
+
+/* `length`: elements of a line, which may begin anywhere in its first pack. */
+template <typename T> TileSide tile_side(int lines, int length, bool turned) {
+    constexpr int N = WIDE<T>, BYTES = sizeof(T), BANKS = 128;
+    const int packs = ceil_div(length + N - 1, N);
+    TileSide side = {};
+    side.lines = lines;
+    side.packs = Divisor(packs);
+    /* Lanes read packs of 8 direct lines, an odd number of packs apart; and elements of 8 rows of turned lines that are
+     * N apart, which use 8 words of banks each. */
+    side.pitch = (turned || packs % 2 != 0 ? packs : packs + 1) * N;
+    side.skew = turned ? (BANKS + 32 - N * side.pitch * BYTES % BANKS) % BANKS / BYTES : 0;
+    side.bytes = 2 * PAD_BYTES + (lines * side.pitch + lines / N * side.skew) * BYTES;
+    return side;
+}
 
 /* flat: the output's rows, of up to MOST_FLAT_COLUMNS elements, have no gaps between them, and tiles have whole rows:
  * a tile is one span of the output. aligned: rows consist of aligned packs. `outside`: the product of the other
@@ -54,13 +79,14 @@ template <typename T> Tiles tiles_of(int64_t n, int64_t m, int64_t outside, bool
     tiles.n = static_cast<int>(n);
     tiles.m = static_cast<int>(m);
     tiles.halo = flat || aligned ? 0 : N - 1;
+    tiles.lead = flat ? N : tiles.halo;
     /* A flat tile may begin at any address, and then touches one pack more. */
     const int64_t whole = flat ? n : round_up(n + tiles.halo, int64_t(N)), units = TILE_UNITS - (flat ? 1 : 0);
-    int64_t line_packs = max(units / (whole + tiles.halo), int64_t(LINE_PACKS)), groups;
+    int64_t line_packs = max(units / whole, int64_t(LINE_PACKS)), groups;
     do {
         line_packs = ceil_div(ceil_div(m, ceil_div(m, line_packs * N)), int64_t(N));
         tiles.rows = static_cast<int>(line_packs * N);
-        tiles.columns = static_cast<int>(min(whole, (units / line_packs - tiles.halo) / N * N));
+        tiles.columns = static_cast<int>(min(whole, units / line_packs / N * N));
         const int64_t row_groups = ceil_div(tiles.rows, GROUP_ROWS);
         if (!flat && tiles.columns < whole)
             tiles.columns = static_cast<int>(min(int64_t(tiles.columns), GROUPS / row_groups * GROUP_PACKS * N));
@@ -69,19 +95,71 @@ template <typename T> Tiles tiles_of(int64_t n, int64_t m, int64_t outside, bool
     } while (!flat && groups > GROUPS);
     if (flat)
         tiles.columns = tiles.n;
-    tiles.pitch = tiles.rows + 4 / static_cast<int>(sizeof(T));
-    tiles.bytes =
-        2 * PAD_BYTES + round_up((tiles.halo + tiles.columns) * tiles.pitch * static_cast<int>(sizeof(T)), 16);
+    tiles.turned = tile_side<T>(tiles.halo + tiles.columns, tiles.rows, true);
+    tiles.direct = flat ? tile_side<T>(1, tiles.lead + tiles.rows * tiles.n, false)
+                        : tile_side<T>(tiles.rows, tiles.lead + tiles.columns, false);
     const int64_t across = flat ? 1 : ceil_div(n + tiles.halo, int64_t(tiles.columns)),
                   down = ceil_div(m, int64_t(tiles.rows));
     tiles.across = Divisor(across);
     tiles.down = Divisor(down);
-    tiles.line_packs = Divisor(tiles.rows / N);
     tiles.row_groups = Divisor(ceil_div(tiles.rows, GROUP_ROWS));
     tiles.by_n = Divisor(n);
     tiles.count = across * down * outside;
     return tiles;
 }
+
+/* The tile of an input: its lines in memory and in shared memory. */
+template <typename T> struct TileLines {
+    static constexpr int N = WIDE<T>;
+    const TileSide &side;
+    const T *from; /* element 0 of line 0: of the halo, if there is one */
+    int64_t step;  /* from line to line */
+    T *shared;     /* aligned */
+
+    DEVICE TileLines(const TileSide &side, const T *from, int64_t step, char *memory)
+        : side(side), from(from), step(step), shared(reinterpret_cast<T *>(memory + PAD_BYTES)) {
+    }
+    /* Elements between an aligned address and element 0 of a line. */
+    DEVICE int ragged(int line) const {
+        return static_cast<int>(offset_in_pack(from) + line * static_cast<unsigned>(step) & N - 1);
+    }
+    DEVICE T *start(int line) const {
+        return shared + (line * side.pitch + line / N * side.skew);
+    }
+    DEVICE T at(int line, int i) const {
+        return start(line)[ragged(line) + i];
+    }
+    /* Elements i, i + 1, ... of a line. */
+    DEVICE Pack<T, N> pack_at(int line, int i) const {
+        const int place = ragged(line) + i, offset = place & N - 1;
+        const uint4 *const packs = reinterpret_cast<const uint4 *>(start(line) + (place - offset));
+        uint4 pack = packs[0];
+        if (offset != 0)
+            pack = shifted(pack, packs[1], offset * static_cast<int>(sizeof(T)));
+        return reinterpret_cast<Pack<T, N> &>(pack);
+    }
+    /* Copies the packs of this thread that have elements of [low, high), of lines [first_line, past_line). [begin, end):
+     * the tensor. */
+    DEVICE void copy(int first_line, int past_line, int low, int high, const T *begin, const T *end) const {
+        const int packs = static_cast<int>(side.packs.number), all = side.lines * packs;
+        for (int unit = threadIdx.x; unit < all; unit += TILE_THREADS) {
+            const int line = static_cast<int>(side.packs.quotient(unit)), pack = unit - line * packs,
+                      i = pack * N - ragged(line);
+            if (line < first_line || line >= past_line || i + N <= low || i >= high)
+                continue;
+            const T *const source = from + line * step + i;
+            T *const to = start(line) + pack * N;
+            if (source >= begin && source + N <= end) {
+                copy_async<T, N>(reinterpret_cast<Pack<T, N> *>(to), source);
+            } else {
+#pragma unroll 1
+                for (int j = 0; j < N; j++)
+                    if (source + j >= begin && source + j < end)
+                        to[j] = source[j];
+            }
+        }
+    }
+};
 
 /* Where one of a thread's packs of the output lies in a tile. */
 template <bool FLAT> struct TilePlace {
@@ -114,17 +192,38 @@ template <typename T, int INPUTS, bool FLAT> struct Tile {
     DEVICE bool turned(int t) const {
         return INPUTS == 1 || tensors.inner[1 + t] > 1;
     }
+    /* Whether all elements of a row of input t are the same one. */
+    DEVICE bool expanded(int t) const {
+        return INPUTS > 1 && tensors.inner[1 + t] == 0;
+    }
     DEVICE T *output(int r) const {
         return tensors.template output<T>() + at[0] + r * tensors.across[0];
     }
-    /* Unit u of a thread is a pack of a line: rows r, r + 1, ... of column `line`, counted from the halo. Returns its
-     * place in shared memory, or -1 if there is none. */
-    DEVICE int line_unit(int u, int &line, int &r) const {
-        const int unit = threadIdx.x + u * TILE_THREADS;
-        line = static_cast<int>(tiles.line_packs.quotient(unit));
-        r = (unit - line * static_cast<int>(tiles.line_packs.number)) * N;
-        const int own = column - tiles.halo + line;
-        return line < tiles.halo + tiles.columns && own >= 0 && own < tiles.n && r < rows ? line * tiles.pitch + r : -1;
+    DEVICE const T *input(int t, int r) const {
+        return tensors.template input<T>(t) + at[1 + t] + r * tensors.across[1 + t];
+    }
+    DEVICE TileLines<T> turned_lines(int t, char *memory) const {
+        const int64_t inner = tensors.inner[1 + t];
+        return TileLines<T>(tiles.turned, input(t, 0) - tiles.halo * inner, inner, memory);
+    }
+    DEVICE TileLines<T> direct_lines(int t, char *memory) const {
+        return TileLines<T>(tiles.direct, input(t, 0) - tiles.lead, tensors.across[1 + t], memory);
+    }
+    /* Copies the tile of input t. Returns where that of the next input goes. */
+    DEVICE char *copy(int t, char *memory) const {
+        const T *const begin = tensors.template input<T>(t), *const end = tensors.template past<T>(t);
+        if (turned(t)) {
+            turned_lines(t, memory).copy(tiles.halo - column, tiles.halo + tiles.n - column, 0, rows, begin, end);
+            return memory + tiles.turned.bytes;
+        }
+        if (expanded(t))
+            return memory;
+        const TileLines<T> lines = direct_lines(t, memory);
+        if constexpr (FLAT)
+            lines.copy(0, 1, tiles.lead, tiles.lead + rows * tiles.n, begin, end);
+        else
+            lines.copy(0, rows, tiles.lead - column, tiles.lead + tiles.n - column, begin, end);
+        return memory + tiles.direct.bytes;
     }
     /* Where pack u of a thread lies in the output. */
     DEVICE TilePlace<FLAT> place(int u) const {
@@ -144,24 +243,34 @@ template <typename T, int INPUTS, bool FLAT> struct Tile {
         }
         return place;
     }
-    /* The elements of a turned input, in shared memory, for the pack at `place`. */
-    DEVICE Pack<T, N> read(const T *memory, const TilePlace<FLAT> &place) const {
+    /* The elements of input t for the pack at `place`, and where the tile of the next input is. What is outside of the
+     * tile is not stored. */
+    DEVICE Pack<T, N> read(int t, const TilePlace<FLAT> &place, char *&memory) const {
+        if (expanded(t))
+            return all_same(*input(t, place.row));
+        if (!turned(t)) {
+            const TileLines<T> lines = direct_lines(t, memory);
+            memory += tiles.direct.bytes;
+            return lines.pack_at(place.row, tiles.lead + place.first);
+        }
+        const TileLines<T> lines = turned_lines(t, memory);
+        memory += tiles.turned.bytes;
         Pack<T, N> pack;
         if constexpr (FLAT) {
             const int index = place.first + N * tiles.n; /* not below 0 */
             int y = static_cast<int>(tiles.by_n.quotient(index)), x = index - y * tiles.n;
-            const T *p = memory + x * tiles.pitch + y - N;
+            y -= N;
 #pragma unroll
-            for (int j = 0; j < N; j++) { /* what is outside of the tile is not stored */
-                pack.v[j] = *p;
+            for (int j = 0; j < N; j++) {
+                pack.v[j] = lines.at(x, y);
                 x++;
-                p += x == tiles.n ? 1 - (tiles.n - 1) * tiles.pitch : tiles.pitch;
+                y += x == tiles.n;
                 x = x == tiles.n ? 0 : x;
             }
         } else {
 #pragma unroll
             for (int j = 0; j < N; j++)
-                pack.v[j] = memory[(tiles.halo + place.first + j) * tiles.pitch + place.row];
+                pack.v[j] = lines.at(tiles.halo + place.first + j, place.row);
         }
         return pack;
     }
@@ -175,7 +284,7 @@ template <typename T, int INPUTS, bool FLAT> struct Tile {
 };
 
 template <typename T, int INPUTS, bool FLAT, typename F>
-__global__ void __launch_bounds__(TILE_THREADS, INPUTS == 1 ? 5 : 3)
+__global__ void __launch_bounds__(TILE_THREADS, INPUTS == 1 ? 6 : 5)
     by_tiles(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer,
              const __grid_constant__ Tiles tiles, F f) {
     wait_for_inputs();
@@ -186,58 +295,23 @@ __global__ void __launch_bounds__(TILE_THREADS, INPUTS == 1 ? 5 : 3)
         return;
     for (unsigned index = blockIdx.x; index < tiles.count; index += gridDim.x) {
         const Tile<T, INPUTS, FLAT> tile(tensors, outer, tiles, index);
-        Operand<T, false> in[INPUTS][TILE_PACKS];
+        char *memory = reinterpret_cast<char *>(tile_memory);
 #pragma unroll
-        for (int t = 0; t < INPUTS; t++) {
-            const T *const from = tensors.template input<T>(t) + tile.at[1 + t];
-#pragma unroll
-            for (int u = 0; u < TILE_PACKS; u++) {
-                if (tile.turned(t)) {
-                    int line, r;
-                    if (tile.line_unit(u, line, r) >= 0)
-                        in[t][u].load(tensors, t, from + (line - tiles.halo) * tensors.inner[1 + t], r);
-                } else {
-                    const TilePlace<FLAT> place = tile.place(u);
-                    if (place.present)
-                        in[t][u].load(tensors, t, from + place.row * tensors.across[1 + t], place.first);
-                }
-            }
-        }
-        char *memory = reinterpret_cast<char *>(tile_memory) + PAD_BYTES;
-#pragma unroll
-        for (int t = 0; t < INPUTS; t++) {
-            if (!tile.turned(t))
-                continue;
-#pragma unroll
-            for (int u = 0; u < TILE_PACKS; u++) {
-                int line, r;
-                const int to = tile.line_unit(u, line, r);
-                if (to < 0)
-                    continue;
-                const Pack<T, N> pack = in[t][u].get(tensors, t);
-#pragma unroll
-                for (int w = 0; w < 4; w++)
-                    reinterpret_cast<unsigned *>(reinterpret_cast<T *>(memory) + to)[w] =
-                        reinterpret_cast<const unsigned(&)[4]>(pack)[w];
-            }
-            memory += tiles.bytes;
-        }
+        for (int t = 0; t < INPUTS; t++)
+            memory = tile.copy(t, memory);
+        copy_commit();
+        copy_wait<0>();
         __syncthreads();
 #pragma unroll
         for (int u = 0; u < TILE_PACKS; u++) {
             const TilePlace<FLAT> place = tile.place(u);
             if (!place.present)
                 continue;
-            const char *lines = reinterpret_cast<const char *>(tile_memory) + PAD_BYTES;
+            memory = reinterpret_cast<char *>(tile_memory);
             Pack<T, N> packs[INPUTS];
 #pragma unroll
             for (int t = 0; t < INPUTS; t++)
-                if (tile.turned(t)) {
-                    packs[t] = tile.read(reinterpret_cast<const T *>(lines), place);
-                    lines += tiles.bytes;
-                } else {
-                    packs[t] = in[t][u].get(tensors, t);
-                }
+                packs[t] = tile.read(t, place, memory);
             tile.write(place, f.of(packs));
         }
         __syncthreads(); /* the next tile overwrites this one */
