@@ -110,10 +110,36 @@ size_t HopperFast::make(const Problem &p, const Limits &limits, int clusters, in
     return layout.bytes();
 }
 
+/* Without a budget, groups may be larger than the usual ones if the workspace stays below this, and below what logits
+ * would take. */
+static constexpr int64_t MOST_WORKSPACE = 5 << 10; /* MiB */
+
+/* The groups of a plan. Every group after the first one costs a pass over the sums of dW. */
+static int64_t count_groups(const Problem &p, const HopperFast::Plan &plan) {
+    return 1 + ceil_div(max(p.rows - plan.first_group, int64_t(0)), plan.group);
+}
+
 size_t HopperFast::fit(const Problem &p, const Limits &limits, int clusters, bool good_only, Plan *plan) {
+    const auto fit_into = [&](size_t budget, Plan *made) {
+        return fit_groups(p, budget, good_only,
+                          [&](int64_t group, bool shrunk) { return make(p, limits, clusters, group, shrunk, made); });
+    };
     if (limits.budget)
-        return fit_groups(p, limits.budget, good_only,
-                          [&](int64_t group, bool shrunk) { return make(p, limits, clusters, group, shrunk, plan); });
+        return fit_into(limits.budget, plan);
+    const size_t bytes = fit_usual(p, limits, clusters, plan);
+    const bool native = p.sum_in_dweight && p.dweight_bytes < 4; /* for callers who want to save memory */
+    if (!p.dweight || native || plan->first_group >= p.rows)
+        return bytes;
+    const size_t most = static_cast<size_t>(min(p.rows * p.classes * p.bytes(), MOST_WORKSPACE * MIB));
+    Plan larger;
+    const size_t larger_bytes = fit_into(most, &larger);
+    if (larger_bytes > most || 2 * count_groups(p, larger) > count_groups(p, *plan))
+        return bytes;
+    *plan = larger;
+    return larger_bytes;
+}
+
+size_t HopperFast::fit_usual(const Problem &p, const Limits &limits, int clusters, Plan *plan) {
     /* Groups with exponentials of FAST_TILE_BYTES; or one group of all rows, which needs no fp32
      * sums, if that takes no more; or groups as large as dweight can hold, if that is more. */
     const int64_t most = FAST_TILE_BYTES / (2 * p.classes);

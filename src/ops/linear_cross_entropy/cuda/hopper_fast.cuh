@@ -50,8 +50,10 @@ struct HopperFast {
      * possible. */
     static size_t make(const Problem &p, const Limits &limits, int clusters, int64_t group, bool use_dweight,
                        Plan *plan);
-    /* Plans within limits.budget; without a budget, with the usual sizes. good_only: see fit_groups. */
+    /* Plans within limits.budget; without a budget, as is fastest. good_only: see fit_groups. */
     static size_t fit(const Problem &p, const Limits &limits, int clusters, bool good_only, Plan *plan);
+    /* Plans with small groups that are still good. */
+    static size_t fit_usual(const Problem &p, const Limits &limits, int clusters, Plan *plan);
 };
 
 } // namespace lce
