@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rafter's PyTorch package against torch and torch.compile, as users call them: forward, and forward + backward by autograd.
 
-    bench/autograd_map.py [--device cuda|cpu] [--only TEXT] [--linear] [--random COUNT [--seed S]]
+    bench/autograd_map.py [--device cuda|cpu] [--only REGEX] [--linear] [--random COUNT [--seed S]]
                           [--providers rafter,torch,compile,quack,...] [--rounds 15] [--compile-jobs 8] [--json FILE]
 
 For every case and provider: the time of a forward call under no_grad, of forward + backward with fresh gradients, both by events
@@ -24,6 +24,7 @@ import json
 import math
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -512,7 +513,7 @@ def compile_ahead(args, count):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", default="", help="cases whose name contains this text")
+    parser.add_argument("--only", default="", help="cases whose name has a match of this regular expression")
     parser.add_argument("--providers", default="rafter,torch,compile")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compile-jobs", type=int, default=8)
@@ -529,7 +530,7 @@ def main():
         listed = (random_linear_cases if args.linear else random_cases)(args.random, args.seed)
     else:
         listed = linear_cases(args.most_rows) if args.linear else cases()
-    chosen = [c for c in listed if args.only in c.name]
+    chosen = [c for c in listed if re.search(args.only, c.name)]
     providers = args.providers.split(",")
     if args.quick:
         for case in chosen:

@@ -85,6 +85,14 @@ struct BasicBlockPerRow {
         BasicTotals totals;
     };
 
+    /* Whether rows that are not whole packs are for streamed_rows, because there are so many. */
+    static bool are_streamed(const Problem &p, const Call &call) {
+        constexpr int64_t LARGE = 512 << 20, LONGEST = 28 << 10, LONGEST_NARROW = 6 << 10;
+        const bool narrow = rafter_dtype_bytes(call.logits.dtype) == 2;
+        const int64_t longest = call.loss.smoothing != 0.0f ? LONGEST : narrow ? LONGEST_NARROW : 0;
+        return !p.invariant && !p.whole_packs && p.row_bytes < longest && p.rows * p.row_bytes >= LARGE;
+    }
+
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
         if (!p.forward || p.gradient)
@@ -94,6 +102,10 @@ struct BasicBlockPerRow {
         const int64_t long_row = call.loss.smoothing != 0.0f ? LONG_SMOOTHED_ROW : LONG_ROW;
         if (!p.whole_packs && !(p.row_bytes >= LEAST_BYTES && few) && p.row_bytes < long_row)
             return "rows are short and not whole, aligned packs of 16 bytes";
+        if (are_streamed(p, call))
+            return "so many rows that are not whole packs are streamed faster";
+        if (are_added_in_slots(p, call))
+            return "so many rows of this length are added in slots faster";
         if (call.loss.smoothing != 0.0f && split_rows(p, call.logits.dtype).parts > 1)
             return "there is label smoothing, and rows are few and long";
         return why_not_any_rows(p, call, long_row);

@@ -74,6 +74,20 @@ struct Problem {
     }
 };
 
+/* Whether `invariant`, although made for batch-invariant calls, is the fastest variant: forward, for large tensors of
+ * medium rows. Variants before it leave such calls to it. Measured on an H200: docs/perf/cross_entropy.md. */
+inline bool are_added_in_slots(const Problem &p, const cross_entropy_call &call) {
+    constexpr int64_t KIB = 1 << 10, LEAST_ROW = 3584, LARGE = 512 << 20, MEDIUM = 64 << 20;
+    const struct rafter_loss &l = call.loss;
+    if (!p.forward || p.gradient || p.invariant || !p.whole_packs || p.row_bytes < LEAST_ROW)
+        return false;
+    if (l.softcap != 0.0f || l.entropy.data || l.argmax.data || l.class_weight.data || l.class_group.ranks > 0)
+        return false;
+    const bool narrow = rafter_dtype_bytes(call.logits.dtype) == 2, smooths = l.smoothing != 0.0f;
+    const int64_t longest = smooths ? (narrow ? 28 : 36) * KIB : (narrow ? 7 : 5) * KIB;
+    return p.row_bytes < longest && p.rows * p.row_bytes >= (p.row_bytes < 7 * KIB ? MEDIUM : LARGE);
+}
+
 /* How blocks share rows to compute statistics. Few long rows are split, so that all multiprocessors
  * have work. By shape alone, never by the device: the same bits everywhere. */
 struct Split {

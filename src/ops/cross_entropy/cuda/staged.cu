@@ -10,7 +10,8 @@
 
 namespace {
 
-constexpr int PER_SM = 4; /* blocks per multiprocessor */
+constexpr int PER_SM = 4;              /* blocks per multiprocessor */
+constexpr int64_t LONG_SLAB = 3 << 10; /* bytes of interleaved rows: tiles are faster */
 /* From here on, gradients of rows side by side from lse go to tiles.cu, which stores coefficients in memory. Shorter
  * rows and smaller tensors would be slowed down by that. */
 constexpr int64_t LONG_COLUMNS = 64, WIDE_COLUMNS = 64, LARGE_COLUMNS = 8 << 20; /* classes; rows; bytes of logits */
@@ -118,7 +119,11 @@ struct Staged {
             (p.classes >= LONG_COLUMNS || (s.inner >= WIDE_COLUMNS && s.across[1] == 1)) &&
             p.rows * p.row_bytes >= LARGE_COLUMNS && !too_large(s))
             return "rows lie side by side and lse is given: the gradient needs no shared memory";
-        return why_not_staged(s, p.gradient, static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
+        const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
+        if (s.inner > 1 && stages_slabs(s, p.gradient, bytes) && s.slab_elements() * bytes >= LONG_SLAB &&
+            p.rows * p.row_bytes >= LARGE_COLUMNS && !p.invariant && !p.lse_given && !too_large(s))
+            return "interleaved rows are so long that tiles are faster";
+        return why_not_staged(s, p.gradient, bytes);
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {

@@ -104,10 +104,17 @@ struct PackedRows {
         return !p.backward && p.x_rows().dims == 1 &&
                (p.row_bytes() >= LONG_ROW || (p.row_bytes() > SHORT_ROW && p.rows <= FEW_ROWS));
     }
+    /* Whether a warp per row (contiguous_rows) is faster than a block of 128 threads. */
+    static bool are_for_warps(const Problem &p) {
+        constexpr int64_t SHORT_ROW = 2 << 10, LONG_ROW = 6 << 10, MANY_ROWS = 1 << 15;
+        return !p.backward && p.row_bytes() > SHORT_ROW && p.row_bytes() <= LONG_ROW && p.rows >= MANY_ROWS;
+    }
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
         if (!p.contiguous)
             return "rows are not contiguous";
+        if (are_for_warps(p) && !call.common.batch_invariant)
+            return "so many medium rows take a warp each";
         if (!p.backward && split_rows(p, call.algorithm).parts > 1)
             return "rows are few and long, or algorithm is parallel: they are split";
         const bool packs = p.x_rows().whole_packs(p.n) && (!p.backward || p.dx_rows().whole_packs(p.n));
