@@ -87,10 +87,11 @@ struct BasicBlockPerRow {
 
     /* Whether rows that are not whole packs are for streamed_rows, because there are so many. */
     static bool are_streamed(const Problem &p, const Call &call) {
-        constexpr int64_t LARGE = 512 << 20, LONGEST = 28 << 10, LONGEST_NARROW = 6 << 10;
-        const bool narrow = rafter_dtype_bytes(call.logits.dtype) == 2;
-        const int64_t longest = call.loss.smoothing != 0.0f ? LONGEST : narrow ? LONGEST_NARROW : 0;
-        return !p.invariant && !p.whole_packs && p.row_bytes < longest && p.rows * p.row_bytes >= LARGE;
+        constexpr int64_t LIMIT = 33 << 10, LARGE = 512 << 20, MEDIUM = 256 << 20;
+        const bool smooths = call.loss.smoothing != 0.0f;
+        const int64_t limit = smooths ? LIMIT : least_bytes_for_blocks(call.logits.dtype);
+        return !p.invariant && !p.whole_packs && p.row_bytes < limit &&
+               p.rows * p.row_bytes >= (smooths ? LARGE : MEDIUM);
     }
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {

@@ -131,8 +131,10 @@ struct BasicShortRows {
         if (!p.invariant && p.rows > SCANNED_ROWS && p.classes <= MOST_CLASSES &&
             p.row_bytes <= (p.gradient ? GRADIENT_BYTES : FORWARD_BYTES) && p.forward != p.gradient)
             return "rows are so short that a thread should take each";
+        const bool narrow = rafter_dtype_bytes(call.logits.dtype) == 2;
+        const int64_t streamed_packs = narrow && p.rows >= 2 * VERY_MANY ? 16 : 12;
         if (!p.invariant && p.forward && !p.gradient && p.rows >= VERY_MANY && p.row_packs() >= 8 &&
-            p.row_packs() <= 12)
+            p.row_packs() <= streamed_packs)
             return "so many rows are streamed faster";
         if (writes_parts_of_rows(p))
             return "rows are so long that parts of them should be written from lse";

@@ -74,8 +74,14 @@ struct Problem {
     }
 };
 
+/* If there are many rows, those with fewer bytes than this are too short for a block each. Measured on an H200:
+ * docs/perf/cross_entropy.md. */
+inline int64_t least_bytes_for_blocks(rafter_dtype dtype) {
+    return (rafter_dtype_bytes(dtype) == 2 ? 7 : 5) << 10;
+}
+
 /* Whether `invariant`, although made for batch-invariant calls, is the fastest variant: forward, for large tensors of
- * medium rows. Variants before it leave such calls to it. Measured on an H200: docs/perf/cross_entropy.md. */
+ * medium rows. Variants before it leave such calls to it. Measured as above. */
 inline bool are_added_in_slots(const Problem &p, const cross_entropy_call &call) {
     constexpr int64_t KIB = 1 << 10, LEAST_ROW = 3584, LARGE = 512 << 20, MEDIUM = 64 << 20;
     const struct rafter_loss &l = call.loss;
@@ -84,8 +90,9 @@ inline bool are_added_in_slots(const Problem &p, const cross_entropy_call &call)
     if (l.softcap != 0.0f || l.entropy.data || l.argmax.data || l.class_weight.data || l.class_group.ranks > 0)
         return false;
     const bool narrow = rafter_dtype_bytes(call.logits.dtype) == 2, smooths = l.smoothing != 0.0f;
-    const int64_t longest = smooths ? (narrow ? 28 : 36) * KIB : (narrow ? 7 : 5) * KIB;
-    return p.row_bytes < longest && p.rows * p.row_bytes >= (p.row_bytes < 7 * KIB ? MEDIUM : LARGE);
+    const int64_t limit = smooths ? (narrow ? 28 : 36) * KIB : least_bytes_for_blocks(call.logits.dtype),
+                  least = p.row_bytes < (smooths ? 7 : 5) * KIB ? MEDIUM : LARGE;
+    return p.row_bytes < limit && p.rows * p.row_bytes >= least;
 }
 
 /* How blocks share rows to compute statistics. Few long rows are split, so that all multiprocessors

@@ -104,10 +104,12 @@ struct PackedRows {
         return !p.backward && p.x_rows().dims == 1 &&
                (p.row_bytes() >= LONG_ROW || (p.row_bytes() > SHORT_ROW && p.rows <= FEW_ROWS));
     }
-    /* Whether a warp per row (contiguous_rows) is faster than a block of 128 threads. */
+    /* Whether a warp per row (contiguous_rows) is faster than a block of 128 threads: rows in which every lane of a warp
+     * has as many packs. Measured on an H200: docs/perf/logsumexp.md. */
     static bool are_for_warps(const Problem &p) {
         constexpr int64_t SHORT_ROW = 2 << 10, LONG_ROW = 6 << 10, MANY_ROWS = 1 << 15;
-        return !p.backward && p.row_bytes() > SHORT_ROW && p.row_bytes() <= LONG_ROW && p.rows >= MANY_ROWS;
+        return !p.backward && p.row_bytes() > SHORT_ROW && p.row_bytes() <= LONG_ROW &&
+               p.row_bytes() % (16 * WARP) == 0 && p.rows >= MANY_ROWS;
     }
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
