@@ -407,6 +407,9 @@ struct Slabs {
     static constexpr int BLOCK_PACKS = 2048, MOST_BYTES = 192 << 10;
     /* With more shared memory than this a multiprocessor has one block, and idles while that waits. */
     static constexpr int ALONE_BYTES = 96 << 10;
+    /* Gradients of aligned rows of up to this many bytes are read twice, the second time from L1 or L2: 4 to 8 % faster
+     * than from shared memory (docs/perf/act.md). */
+    static constexpr int64_t MOST_TWO_PASS = 36 << 10;
 
     static int greatest_common_divisor(int64_t a, int64_t b) {
         while (b > 0) {
@@ -487,8 +490,9 @@ struct Slabs {
         if (is_small(call) && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 64 && views.column_width() > 2)
             return "aligned columns of a small tensor";
         if (!is_forward(call) && views.inner() == 1 && dim_is_contiguous(call) && !call.common.batch_invariant) {
-            if (views.slabs_are_packs() && !is_large(call))
-                return "gradients of aligned rows, unless the tensor is large, are faster in two passes";
+            const bool is_long = views.elements() * rafter_dtype_bytes(call.out.dtype) > MOST_TWO_PASS || plan.expanded;
+            if (views.slabs_are_packs() && !(is_large(call) && is_long))
+                return "gradients of aligned rows, unless they are long and many, are faster in two passes";
             if (plan.each * 16 * (plan.expanded ? 1 : 2) > ALONE_BYTES)
                 return "gradients of rows of which a multiprocessor holds one part are faster in two passes";
         }

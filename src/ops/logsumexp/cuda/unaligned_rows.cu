@@ -74,6 +74,10 @@ struct UnalignedRows {
             return "rows have less than two packs of 16 bytes";
         if (p.contiguous && p.row_bytes() >= 256)
             return "dx is aligned as x";
+        constexpr int64_t LONG_ROW = 8 << 10, LARGE = 64 << 20; /* docs/perf/logsumexp.md */
+        if (p.x.dtype == RAFTER_F32 && !call.common.batch_invariant && p.row_bytes() >= LONG_ROW &&
+            p.rows * p.row_bytes() >= LARGE)
+            return "many long rows of fp32 are faster in tiles";
         return p.contiguous && p.row_bytes() < 96 ? "dx is aligned as x, and rows are short" : NULL;
     }
 
