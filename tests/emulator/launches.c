@@ -6,7 +6,8 @@
  *     test_launches [OP ...] [--calls N] [--seed S] [--kernels]
  *
  * Takes N random calls of each map of the op, as many with random strides, and the op's list of problems, each with the
- * library's choice of a variant and with every variant. --kernels prints the kernels that were launched, as addresses
+ * library's choice of a variant and with every variant. Also checks that the cells of the maps that `rafter bench` draws
+ * are not left to the slowest variant, and how much workspace linear_cross_entropy takes. --kernels prints the kernels that were launched, as addresses
  * for `addr2line -Cfe build/emulated/librafter_cuda.so`; those missing are for calls that nobody draws, or for none.
  */
 #include <dlfcn.h>
@@ -150,6 +151,117 @@ static void call_random(const struct op_cases *op, uint64_t seed, int64_t index,
     make_calls(&p, contexts);
 }
 
+/* ---- choices --------------------------------------------------------------------------------- */
+
+/* cross_entropy's last variant serves every call, up to a hundred times slower than others. No cell of its maps may take
+ * it, however large. */
+static void check_last_resort(const struct op_cases *op, rafter_context *context) {
+    for (uint64_t seed = 1; seed <= 10; seed++)
+        for (int k = 0; k < op->maps; k++)
+            for (int64_t i = 0; i < 400; i++) {
+                const struct map_cell cell = map_draw(op, &op->map[k], seed, i, false);
+                problem p = {.op = op};
+                op->map[k].make(&p, &cell);
+                p.options.budget = PROBLEM_NO_BUDGET;
+                if (problem_place(&p, arena, (DLDevice){kDLCUDA, 0}) >= workspace_at)
+                    continue;
+                for (int m = 0; m < PROBLEM_MODES; m++) {
+                    if (!(op->map[k].modes >> m & 1))
+                        continue;
+                    made++;
+                    const rafter_status status = op->call(&p, context, (enum problem_mode)m);
+                    const char *const taken = variant_taken(context);
+                    if ((status != RAFTER_OK || !taken || strcmp(taken, "strided") == 0) && failures++ < 40)
+                        printf("FAIL %s | %s | taken by %s\n", p.label, problem_mode_names[m], taken ? taken : "none");
+                }
+            }
+}
+
+/* A call of rows of two classes, contiguous or side by side, with a loss per row. Returns the variant that it takes. */
+static const char *choice_of_pairs(rafter_context *context, rafter_dtype dtype, int64_t rows, bool columns,
+                                   bool forward) {
+    int64_t shape[] = {rows, 2}, strides[] = {columns ? 1 : 2, columns ? rows : 1};
+    DLTensor logits = rafter_tensor(arena, dtype, 2, shape), dlogits = logits,
+             target = rafter_tensor(arena, RAFTER_I64, 1, shape), loss = rafter_tensor(arena, RAFTER_F32, 1, shape),
+             lse = loss;
+    DLTensor *const all[] = {&logits, &dlogits, &target, &loss, &lse};
+    for (int64_t t = 0; t < 5; t++) {
+        all[t]->data = arena + (t << 36);
+        all[t]->device = (DLDevice){kDLCUDA, 0};
+    }
+    logits.strides = dlogits.strides = strides;
+    const rafter_loss_options options = {.size = sizeof options, .reduction = RAFTER_NONE};
+    rafter_cross_entropy_args args = {
+        .size = sizeof args, .options = &options, .logits = &logits, .target = &target, .lse = &lse};
+    *(forward ? &args.loss : &args.dloss) = &loss;
+    if (!forward)
+        args.dlogits = &dlogits;
+    const rafter_status status =
+        forward ? rafter_cross_entropy_forward(context, &args) : rafter_cross_entropy_backward(context, &args);
+    return status == RAFTER_OK ? variant_taken(context) : "none";
+}
+
+/* Kernels that number rows by an int once declined from 2^30 rows on, and slow ones took over. */
+static void check_choice_past_2_30(rafter_context *context) {
+    for (int dtype = 0; dtype < 2; dtype++)
+        for (int columns = 0; columns < 2; columns++)
+            for (int forward = 0; forward < 2; forward++) {
+                const rafter_dtype of = dtype ? RAFTER_F32 : RAFTER_BF16;
+                const int64_t limit = (int64_t)1 << 30;
+                const char *const below = choice_of_pairs(context, of, limit - 8, columns, forward),
+                                  *const above = choice_of_pairs(context, of, limit + 8, columns, forward);
+                made += 2;
+                if ((strcmp(below, "none") == 0 || strcmp(below, above) != 0) && failures++ < 40)
+                    printf("FAIL rows of two classes%s, %s: %s below 2^30 rows, %s above\n",
+                           columns ? " side by side" : "", forward ? "forward" : "backward", below, above);
+            }
+}
+
+/* Without a budget linear_cross_entropy takes few groups of rows, which need no or few passes over sums of dW; but less
+ * workspace than the logits, and at most 5 GiB. */
+static void check_workspaces(rafter_context *context) {
+    static const struct {
+        int64_t rows, depth, classes;
+        rafter_lce_accumulate accumulate;
+        int64_t least, most; /* MiB */
+    } calls[] = {{16384, 2048, 151936, RAFTER_ACCUMULATE_F32, 4000, 4748},
+                 {16384, 2048, 151936, RAFTER_ACCUMULATE_NATIVE, 1, 1500}, /* for those who want to save memory */
+                 {8192, 2048, 151936, RAFTER_ACCUMULATE_F32, 1700, 2374},
+                 {32768, 4096, 128256, RAFTER_ACCUMULATE_F32, 4000, 5120},
+                 {4096, 4096, 128256, RAFTER_ACCUMULATE_F32, 1, 1002}};
+    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
+        int64_t x_shape[] = {calls[i].rows, calls[i].depth}, w_shape[] = {calls[i].classes, calls[i].depth};
+        DLTensor x = rafter_tensor(arena, RAFTER_BF16, 2, x_shape), dx = x,
+                 loss = rafter_tensor(arena, RAFTER_F32, 0, NULL),
+                 target = rafter_tensor(arena, RAFTER_I64, 1, x_shape),
+                 weight = rafter_tensor(arena, RAFTER_BF16, 2, w_shape), dweight = weight;
+        DLTensor *const all[] = {&x, &weight, &target, &loss, &dx, &dweight};
+        for (int64_t t = 0; t < 6; t++) { /* addresses of their own */
+            all[t]->data = arena + (t << 36);
+            all[t]->device = (DLDevice){kDLCUDA, 0};
+        }
+        const rafter_linear_cross_entropy_args args = {.size = sizeof args,
+                                                       .accumulate = calls[i].accumulate,
+                                                       .x = &x,
+                                                       .weight = &weight,
+                                                       .target = &target,
+                                                       .loss = &loss,
+                                                       .dx = &dx,
+                                                       .dweight = &dweight};
+        size_t bytes = 0;
+        const rafter_status status = rafter_linear_cross_entropy_workspace(context, &args, RAFTER_FORWARD, &bytes);
+        const int64_t mib = (int64_t)(bytes >> 20);
+        made++;
+        if (status != RAFTER_OK || mib < calls[i].least || mib > calls[i].most) {
+            failures++;
+            printf("FAIL linear_cross_entropy of %lld rows, depth %lld, %lld classes takes %lld MiB, wanted %lld to "
+                   "%lld. %s\n",
+                   (long long)calls[i].rows, (long long)calls[i].depth, (long long)calls[i].classes, (long long)mib,
+                   (long long)calls[i].least, (long long)calls[i].most, rafter_last_error(context));
+        }
+    }
+}
+
 int main(int argc, char **argv) {
     const char *ops[16] = {NULL};
     int named = 0;
@@ -185,6 +297,12 @@ int main(int argc, char **argv) {
         call_list(op, &contexts);
         for (int64_t i = 0; i < calls; i++)
             call_random(op, seed, i, &contexts);
+        if (strcmp(op->op, "cross_entropy") == 0) {
+            check_last_resort(op, contexts.of[0]);
+            check_choice_past_2_30(contexts.of[0]);
+        }
+        if (strcmp(op->op, "linear_cross_entropy") == 0)
+            check_workspaces(contexts.of[0]);
         if (!list)
             printf("%-22s %d kernels launched\n", op->op, kernel_count - before);
         for (int i = 0; i < contexts.count; i++)
