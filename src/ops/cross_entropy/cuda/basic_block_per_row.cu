@@ -105,8 +105,8 @@ struct BasicBlockPerRow {
             return "rows are short and not whole, aligned packs of 16 bytes";
         if (are_streamed(p, call))
             return "so many rows that are not whole packs are streamed faster";
-        if (are_added_in_slots(p, call))
-            return "so many rows of this length are added in slots faster";
+        if (invariant_is_faster(p, call))
+            return "`invariant` is faster for so many rows of this length";
         if (call.loss.smoothing != 0.0f && split_rows(p, call.logits.dtype).parts > 1)
             return "there is label smoothing, and rows are few and long";
         return why_not_any_rows(p, call, long_row);

@@ -2,7 +2,7 @@
 /*
  * Batch-invariant calls (cuda/indexed_rows.cuh) in any layout and with any options, whose rows are not short; columns
  * only if a gradient is wanted. A warp or a block takes a row, by the length of rows alone. Also other calls forward, if
- * they have many rows of medium length: see are_added_in_slots.
+ * they have many rows of medium length: see invariant_is_faster.
  *
  * If a gradient is wanted, the block keeps its row in shared memory; or, if the row is too long or strided, reads it a
  * second time, usually from L1 or L2. A kernel before computes the terms of the gradient that need no statistics. In

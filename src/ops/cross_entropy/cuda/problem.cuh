@@ -80,9 +80,9 @@ inline int64_t least_bytes_for_blocks(rafter_dtype dtype) {
     return (rafter_dtype_bytes(dtype) == 2 ? 7 : 5) << 10;
 }
 
-/* Whether `invariant`, although made for batch-invariant calls, is the fastest variant: forward, for large tensors of
- * medium rows. Variants before it leave such calls to it. Measured as above. */
-inline bool are_added_in_slots(const Problem &p, const cross_entropy_call &call) {
+/* Whether the variant `invariant`, although made for batch-invariant calls, is the fastest: forward, for many rows of
+ * medium length. The variants before it leave such calls to it. Measured as above. */
+inline bool invariant_is_faster(const Problem &p, const cross_entropy_call &call) {
     constexpr int64_t KIB = 1 << 10, LEAST_ROW = 3584, LARGE = 512 << 20, MEDIUM = 64 << 20;
     const struct rafter_loss &l = call.loss;
     if (!p.forward || p.gradient || p.invariant || !p.whole_packs || p.row_bytes < LEAST_ROW)

@@ -62,8 +62,8 @@ struct StreamedRows {
             return why_not_order(CHUNKED_ROWS, p.order, p.rows, p.classes);
         if (p.strided)
             return "rows are not contiguous";
-        if (are_added_in_slots(p, call))
-            return "so many rows of this length are added in slots faster";
+        if (invariant_is_faster(p, call))
+            return "`invariant` is faster for so many rows of this length";
         return why_not_streamed(p.rows, p.classes, static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
     }
 

@@ -36,8 +36,8 @@ struct Tiles {
             return "there are no rows or no classes";
         if (call.common.batch_invariant && !p.lse_given)
             return "its statistics are not batch invariant";
-        if (are_added_in_slots(p, call))
-            return "so many rows of this length are added in slots faster";
+        if (invariant_is_faster(p, call))
+            return "`invariant` is faster for so many rows of this length";
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
         return too_large(s) || (p.gradient && is_sideways(s) && columns_too_many(slab_columns_of(s, bytes)))

@@ -94,8 +94,8 @@ struct TwoPass {
             return "rows are not contiguous, or dlogits is aligned otherwise than logits";
         if (p.rows > INT32_MAX)
             return "it counts rows in 31 bits";
-        if (are_added_in_slots(p, call))
-            return "so many rows of this length are added in slots faster";
+        if (invariant_is_faster(p, call))
+            return "`invariant` is faster for so many rows of this length";
         return p.classes == 0 && !shared ? "there are no classes" : NULL;
     }
 

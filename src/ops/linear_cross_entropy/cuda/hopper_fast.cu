@@ -110,9 +110,9 @@ size_t HopperFast::make(const Problem &p, const Limits &limits, int clusters, in
     return layout.bytes();
 }
 
-/* Without a budget, groups may be larger than the usual ones if the workspace stays below this, and below what logits
- * would take. */
-static constexpr int64_t MOST_WORKSPACE = 5 << 10; /* MiB */
+/* Without a budget, groups may be larger than the usual ones if the workspace stays below this, and below what the
+ * logits would take. */
+static constexpr int64_t MOST_WORKSPACE = 5120 * MIB;
 
 /* The groups of a plan. Every group after the first one costs a pass over the sums of dW. */
 static int64_t count_groups(const Problem &p, const HopperFast::Plan &plan) {
@@ -130,7 +130,7 @@ size_t HopperFast::fit(const Problem &p, const Limits &limits, int clusters, boo
     const bool native = p.sum_in_dweight && p.dweight_bytes < 4; /* for callers who want to save memory */
     if (!p.dweight || native || plan->first_group >= p.rows)
         return bytes;
-    const size_t most = static_cast<size_t>(min(p.rows * p.classes * p.bytes(), MOST_WORKSPACE * MIB));
+    const size_t most = static_cast<size_t>(min(p.rows * p.classes * p.bytes(), MOST_WORKSPACE));
     Plan larger;
     const size_t larger_bytes = fit_into(most, &larger);
     if (larger_bytes > most || 2 * count_groups(p, larger) > count_groups(p, *plan))

@@ -116,7 +116,7 @@ struct PackedRows {
         if (!p.contiguous)
             return "rows are not contiguous";
         if (are_for_warps(p) && !call.common.batch_invariant)
-            return "so many medium rows take a warp each";
+            return "`contiguous_rows`, a warp per row, is faster for so many rows of this length";
         if (!p.backward && split_rows(p, call.algorithm).parts > 1)
             return "rows are few and long, or algorithm is parallel: they are split";
         const bool packs = p.x_rows().whole_packs(p.n) && (!p.backward || p.dx_rows().whole_packs(p.n));
