@@ -8,13 +8,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "measure.h"
 #include "row_calls.h"
 
 enum { REPEATS = 15 };
 
 static rafter_context *context;
-static struct row_timer timer;
+static struct pace pace;
 
 static void measure(const struct row_call *call, const struct row_shape *shape) {
     struct row_tensors tensors;
@@ -23,7 +22,7 @@ static void measure(const struct row_call *call, const struct row_shape *shape) 
     for (int i = -2; i < REPEATS; i++)
         for (int invariant = 0; invariant < 2; invariant++) {
             rafter_context_set_batch_invariant(context, invariant);
-            const double time = row_timer_run(&timer, context, call, &tensors);
+            const double time = row_call_seconds(&pace, context, call, &tensors);
             if (time < 0) {
                 fprintf(stderr, "%s: %s\n", call->name, rafter_last_error(context));
                 exit(1);
@@ -48,7 +47,7 @@ int main(void) {
         fprintf(stderr, "%s\n", rafter_last_error(NULL));
         return 77;
     }
-    if (!row_timer_open(&timer, context)) {
+    if (!pace_create(&pace, false, context)) {
         fprintf(stderr, "no memory on the GPU\n");
         return 1;
     }
@@ -88,6 +87,7 @@ int main(void) {
     for (int k = 0; k < LINEAR_CALLS; k++)
         measure(&linear_calls[k],
                 &(struct row_shape){.dtype = RAFTER_F32, .rows = 2048, .length = 32000, .depth = 2048});
+    pace_destroy(&pace, context);
     rafter_context_destroy(context);
     return 0;
 }

@@ -126,22 +126,12 @@ void row_tensors_close(struct row_tensors *t, const rafter_context *context) {
 
 /* ---- timing ---------------------------------------------------------------------------------- */
 
-bool row_timer_open(struct row_timer *timer, const rafter_context *context) {
-    struct gpu_facts facts;
-    gpu_describe(context, &facts);
-    timer->other_bytes = (size_t)(2 * facts.l2_bytes);
-    timer->other = gpu_allocate(timer->other_bytes);
-    timer->before = gpu_new_event();
-    timer->after = gpu_new_event();
-    return timer->other && timer->before && timer->after;
-}
-
-double row_timer_run(const struct row_timer *timer, rafter_context *context, const struct row_call *call,
-                     const struct row_tensors *t) {
-    gpu_fill(context, timer->other, 1, timer->other_bytes);
-    gpu_record(context, timer->before);
+double row_call_seconds(const struct pace *pace, rafter_context *context, const struct row_call *call,
+                        const struct row_tensors *t) {
+    pace_evict_device(pace, context);
+    gpu_record(context, pace->before);
     if (call->make(context, t) != RAFTER_OK)
         return -1;
-    gpu_record(context, timer->after);
-    return 1e-3 * gpu_elapsed(timer->before, timer->after);
+    gpu_record(context, pace->after);
+    return 1e-3 * gpu_elapsed(pace->before, pace->after);
 }

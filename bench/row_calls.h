@@ -5,6 +5,7 @@
 
 #include <stdbool.h>
 
+#include "measure.h"
 #include "rafter/rafter.h"
 
 /* The tensors of a call: x, y and dy [rows, length], and what there is one of per row; or for linear_cross_entropy x
@@ -38,15 +39,8 @@ extern const struct row_call row_calls[ROW_CALLS], smoothed_cross_entropy, logsu
 /* linear_cross_entropy: the loss; loss and gradients. */
 extern const struct row_call linear_calls[LINEAR_CALLS];
 
-/* Device time of calls, with cold caches. */
-struct row_timer {
-    void *before, *after; /* events */
-    char *other;          /* memory that fills L2 between calls */
-    size_t other_bytes;
-};
-bool row_timer_open(struct row_timer *timer, const rafter_context *context);
-/* Seconds; negative if the call failed. */
-double row_timer_run(const struct row_timer *timer, rafter_context *context, const struct row_call *call,
-                     const struct row_tensors *t);
+/* Device seconds of a call, with cold caches; negative if the call failed. */
+double row_call_seconds(const struct pace *pace, rafter_context *context, const struct row_call *call,
+                        const struct row_tensors *t);
 
 #endif

@@ -8,14 +8,13 @@
  *
  * --padding: elements between the rows of the input (0). --most-log2: of a tensor's elements (31; half as many in fp32).
  * --all prints every call, not only those with a faster variant. Device microseconds, medians, variants in turns, caches
- * cold. Two minutes on an H200.
+ * cold.
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "harness/variants.h"
-#include "measure.h"
 #include "row_calls.h"
 
 enum { REPEATS = 7 };
@@ -23,7 +22,7 @@ static const double worth_telling = 1.05, least_difference = 0.5; /* times the f
 static const double hopeless = 4;                                 /* times the choice: not timed again */
 
 static rafter_context *choice; /* the library chooses */
-static struct row_timer timer;
+static struct pace pace;
 
 struct candidate {
     const char *name;
@@ -61,7 +60,7 @@ static void time_candidates(struct candidate *candidates, int count, const struc
             struct candidate *const candidate = &candidates[c];
             if (!candidate->serves)
                 continue;
-            const double time = row_timer_run(&timer, candidate->context, call, tensors);
+            const double time = row_call_seconds(&pace, candidate->context, call, tensors);
             if (c == 0)
                 expected = time;
             candidate->serves = time >= 0 && (c == 0 || time <= hopeless * expected);
@@ -125,7 +124,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "%s\n", rafter_last_error(NULL));
         return 77;
     }
-    if (!row_timer_open(&timer, choice)) {
+    if (!pace_create(&pace, false, choice)) {
         fprintf(stderr, "no memory on the GPU\n");
         return 1;
     }
@@ -152,6 +151,7 @@ int main(int argc, char **argv) {
             rafter_context_destroy(candidates[c].context);
     }
     printf("in %d of %d calls another variant is faster by more than 5 %%\n", slow, made);
+    pace_destroy(&pace, choice);
     rafter_context_destroy(choice);
     return 0;
 }

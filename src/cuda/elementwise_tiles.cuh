@@ -57,15 +57,16 @@ struct Tiles {
 
 /* `length`: elements of a line, which may begin anywhere in its first pack. */
 template <typename T> TileSide tile_side(int lines, int length, bool turned) {
-    constexpr int N = WIDE<T>, BYTES = sizeof(T), BANKS = 128;
+    constexpr int N = WIDE<T>, BYTES = sizeof(T), ALL_BANKS = 128, EIGHT_BANKS = 32; /* in bytes */
     const int packs = ceil_div(length + N - 1, N);
     TileSide side = {};
     side.lines = lines;
     side.packs = Divisor(packs);
-    /* Lanes read packs of 8 direct lines, an odd number of packs apart; and elements of 8 rows of turned lines that are
-     * N apart, which use 8 words of banks each. */
+    /* Against bank conflicts. Of a direct input, lanes read one pack from each of 8 lines: these are an odd number of
+     * packs apart. Of a turned one, they read 8 rows of 4 lines that are N apart: the skew gives each of these lines 8
+     * banks of its own. */
     side.pitch = (turned || packs % 2 != 0 ? packs : packs + 1) * N;
-    side.skew = turned ? (BANKS + 32 - N * side.pitch * BYTES % BANKS) % BANKS / BYTES : 0;
+    side.skew = turned ? (ALL_BANKS + EIGHT_BANKS - N * side.pitch * BYTES % ALL_BANKS) % ALL_BANKS / BYTES : 0;
     side.bytes = 2 * PAD_BYTES + (lines * side.pitch + lines / N * side.skew) * BYTES;
     return side;
 }

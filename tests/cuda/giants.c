@@ -133,7 +133,7 @@ static void test_giant_lines(void) {
     }
 }
 
-/* The most rows that kernels number by an int, and three fewer, so that packs of four rows are whole; of two elements
+/* The most rows that kernels number by an int (MOST_INT_ROWS of cuda/launch.cuh), and three fewer, so that packs of four rows are whole; of two elements
  * that are adjacent, or that are `rows` elements apart. */
 static void test_most_int_rows(void) {
     const int64_t most = INT32_MAX - (1 << 24), two = 2;

@@ -177,6 +177,14 @@ static void check_last_resort(const struct op_cases *op, rafter_context *context
             }
 }
 
+/* Gives each tensor, of less than 2^36 bytes, addresses of its own. */
+static void place_apart(DLTensor *const *all, int64_t count) {
+    for (int64_t t = 0; t < count; t++) {
+        all[t]->data = arena + (t << 36);
+        all[t]->device = (DLDevice){kDLCUDA, 0};
+    }
+}
+
 /* A call of rows of two classes, contiguous or side by side, with a loss per row. Returns the variant that it takes. */
 static const char *choice_of_pairs(rafter_context *context, rafter_dtype dtype, int64_t rows, bool columns,
                                    bool forward) {
@@ -185,10 +193,7 @@ static const char *choice_of_pairs(rafter_context *context, rafter_dtype dtype, 
              target = rafter_tensor(arena, RAFTER_I64, 1, shape), loss = rafter_tensor(arena, RAFTER_F32, 1, shape),
              lse = loss;
     DLTensor *const all[] = {&logits, &dlogits, &target, &loss, &lse};
-    for (int64_t t = 0; t < 5; t++) {
-        all[t]->data = arena + (t << 36);
-        all[t]->device = (DLDevice){kDLCUDA, 0};
-    }
+    place_apart(all, 5);
     logits.strides = dlogits.strides = strides;
     const rafter_loss_options options = {.size = sizeof options, .reduction = RAFTER_NONE};
     rafter_cross_entropy_args args = {
@@ -236,10 +241,7 @@ static void check_workspaces(rafter_context *context) {
                  target = rafter_tensor(arena, RAFTER_I64, 1, x_shape),
                  weight = rafter_tensor(arena, RAFTER_BF16, 2, w_shape), dweight = weight;
         DLTensor *const all[] = {&x, &weight, &target, &loss, &dx, &dweight};
-        for (int64_t t = 0; t < 6; t++) { /* addresses of their own */
-            all[t]->data = arena + (t << 36);
-            all[t]->device = (DLDevice){kDLCUDA, 0};
-        }
+        place_apart(all, 6);
         const rafter_linear_cross_entropy_args args = {.size = sizeof args,
                                                        .accumulate = calls[i].accumulate,
                                                        .x = &x,
