@@ -7,8 +7,8 @@
  *     rafter_variant_sweep [--padding P] [--most-log2 L] [--all]
  *
  * --padding: elements between the rows of the input (0). --most-log2: of a tensor's elements (31; half as many in fp32).
- * --all prints every call, not only those with a faster variant. Device microseconds, medians, variants in turns, caches
- * cold.
+ * --all prints every call, not only those with a faster variant, and the time of each variant. Device microseconds,
+ * medians, variants in turns, caches cold.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -82,10 +82,15 @@ static bool report(struct candidate *candidates, int count, const struct row_cal
     const double fastest = best ? median_of(&candidates[best]) : chosen;
     const char *const taken = variant_taken(choice);
     const bool slow = chosen > worth_telling * fastest && chosen - fastest > least_difference;
-    if (slow || all)
-        printf("%5.2f %-24s %s [%lld, %lld] %s %.1f, %s %.1f\n", fastest > 0 ? chosen / fastest : 0, call->name,
+    if (slow || all) {
+        printf("%5.2f %-24s %s [%lld, %lld] %s %.1f, %s %.1f", fastest > 0 ? chosen / fastest : 0, call->name,
                shape->dtype == RAFTER_F32 ? "fp32" : "bf16", (long long)shape->rows, (long long)shape->length,
                taken ? taken : "-", chosen, best ? candidates[best].name : "-", fastest);
+        for (int c = 1; all && c < count; c++)
+            if (median_of(&candidates[c]) > 0)
+                printf(" | %s %.1f", candidates[c].name, median_of(&candidates[c]));
+        putchar('\n');
+    }
     fflush(stdout);
     return slow;
 }
