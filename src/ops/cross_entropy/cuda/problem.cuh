@@ -80,16 +80,21 @@ inline int64_t least_bytes_for_blocks(rafter_dtype dtype) {
     return (rafter_dtype_bytes(dtype) == 2 ? 7 : 5) << 10;
 }
 
-/* Whether the variant `invariant`, although made for batch-invariant calls, is the fastest: forward, for many rows of
- * medium length. The variants before it leave such calls to it. Measured as above. */
+/* Whether the variant `invariant`, although made for batch-invariant calls, is the fastest: for many rows of medium
+ * length, forward; and for loss and gradient of fp32 rows at once, if dlogits is aligned otherwise than logits. The
+ * variants before it leave such calls to it. Measured as above. */
 inline bool invariant_is_faster(const Problem &p, const cross_entropy_call &call) {
-    constexpr int64_t KIB = 1 << 10, LEAST_ROW = 3584, LARGE = 512 << 20, MEDIUM = 64 << 20;
+    constexpr int64_t KIB = 1 << 10, MIB = 1 << 20, LEAST_ROW = 3584, LARGE = 512 * MIB, MEDIUM = 64 * MIB;
     const struct rafter_loss &l = call.loss;
-    if (!p.forward || p.gradient || p.invariant || !p.whole_packs || p.row_bytes < LEAST_ROW)
-        return false;
-    if (l.softcap != 0.0f || l.entropy.data || l.argmax.data || l.class_weight.data || l.class_group.ranks > 0)
+    if (!p.forward || p.invariant || l.softcap != 0.0f || l.entropy.data || l.argmax.data || l.class_weight.data ||
+        l.class_group.ranks > 0)
         return false;
     const bool narrow = rafter_dtype_bytes(call.logits.dtype) == 2, smooths = l.smoothing != 0.0f;
+    if (p.gradient)
+        return !narrow && !smooths && p.contiguous && p.strided && p.row_bytes >= 3 * KIB && p.row_bytes <= 48 * KIB &&
+               p.rows * p.row_bytes >= 16 * MIB;
+    if (!p.whole_packs || p.row_bytes < LEAST_ROW)
+        return false;
     const int64_t limit = smooths ? (narrow ? 28 : 36) * KIB : least_bytes_for_blocks(call.logits.dtype),
                   least = p.row_bytes < (smooths ? 7 : 5) * KIB ? MEDIUM : LARGE;
     return p.row_bytes < limit && p.rows * p.row_bytes >= least;
