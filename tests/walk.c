@@ -5,7 +5,7 @@
  * of exactly the reported size; finite differences of the oracle itself.
  *
  *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda] [--every N [--from K] | --each N]
- *               [--others N] [--batch-invariant]
+ *               [--others N] [--only TEXT] [--batch-invariant]
  *     test_walk [OP ...] --cells N [--seed S] [--most N] [--variant NAME] [--device cuda]
  *
  * Every variant that this device can run gets every problem; with --others, the first one does, and the
@@ -20,7 +20,7 @@
  * (default 0), so that several runs can share the problems. Only the run from 0 checks the oracle
  * by finite differences. --each gives every variant only N problems (at most 16) per mode, the
  * smallest that it serves (tests/few.h), for checkers that are slower still; a variant that serves
- * none fails the walk. --batch-invariant: with that option of the contexts; variants that do not have
+ * none fails the walk. --only takes the problems whose label contains TEXT. --batch-invariant: with that option of the contexts; variants that do not have
  * it decline.
  *
  * --cells takes random problems instead of the op's: N of each map of the op (harness/map.h), or of an op without maps,
@@ -50,6 +50,7 @@ static bool batch_invariant;
 struct selection {
     bool large;
     const char *variant;         /* NULL: all */
+    const char *only;            /* part of the label; NULL: all problems */
     int64_t every, from, others; /* others: variants after the first take one problem in so many */
     int64_t each;                /* problems per variant and mode; 0: all */
     int64_t cells, most; /* random problems instead, of about `most` elements or products at most; 0: the op's own */
@@ -338,6 +339,12 @@ static void walk_cells(const struct op_cases *op, const struct selection *s, str
     }
 }
 
+static bool label_contains(const struct op_cases *op, int64_t index, const char *text) {
+    problem p = {.op = op};
+    op->make(&p, index);
+    return strstr(p.label, text) != NULL;
+}
+
 static void walk_large(const struct op_cases *op, int64_t index) {
     problem p = {.op = op};
     op->make(&p, index);
@@ -413,7 +420,8 @@ static void walk_op(const struct op_cases *op, const struct selection *s) {
     const int count = open_variants(op->op, s->variant, variants);
     walk_cells(op, s, variants, count);
     for (int64_t i = s->from; i < op->count() && s->each == 0 && s->cells == 0; i += s->every)
-        walk_problem(op, i, variants, i % s->others == 0 ? count : 1);
+        if (!s->only || label_contains(op, i, s->only))
+            walk_problem(op, i, variants, i % s->others == 0 ? count : 1);
     for (int i = 0; i < count; i++) {
         struct variant *const v = &variants[i];
         if (s->each > 0 && !v->automatic)
@@ -423,7 +431,7 @@ static void walk_op(const struct op_cases *op, const struct selection *s) {
         fflush(stdout); /* if a time limit ends the walk, it has said which variants were done */
         /* Variants for calls of several ranks: tests/groups.c. */
         const bool for_ranks = strcmp(v->name, "hopper_over_ranks") == 0 || strstr(v->name, "over_ranks");
-        if (s->every == 1 && s->cells == 0 && !batch_invariant && !for_ranks)
+        if (s->every == 1 && s->cells == 0 && !s->only && !batch_invariant && !for_ranks)
             verdict(v->served > 0 || v->automatic, &(problem){.op = op}, v->name, "the whole walk",
                     "the variant served no problem");
         close_variant(v);
@@ -446,6 +454,8 @@ int main(int argc, char **argv) {
             batch_invariant = true;
         else if (strcmp(argv[i], "--variant") == 0 && i + 1 < argc)
             s.variant = argv[++i];
+        else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc)
+            s.only = argv[++i];
         else if (strcmp(argv[i], "--every") == 0 && i + 1 < argc)
             s.every = max64(atoll(argv[++i]), 1);
         else if (strcmp(argv[i], "--others") == 0 && i + 1 < argc)

@@ -190,6 +190,19 @@ template <int N> DEVICE void products_wait() {
                  : RAFTER_32(d, 0), RAFTER_32(d, 32), RAFTER_32(d, 64), RAFTER_32(d, 96)                               \
                  : "l"(a), "l"(b), "r"(add), "n"(A_TRANSPOSED), "n"(B_TRANSPOSED))
 
+#define RAFTER_MULTIPLY_192(type)                                                                                      \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %98, 0;\n\t"                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type " "                                      \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                             \
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                    \
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                    \
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                    \
+                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                    \
+                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "                   \
+                 "%96, %97, p, 1, 1, %99, %100;\n\t}"                                                                  \
+                 : RAFTER_32(d, 0), RAFTER_32(d, 32), RAFTER_32(d, 64)                                                 \
+                 : "l"(a), "l"(b), "r"(add), "n"(A_TRANSPOSED), "n"(B_TRANSPOSED))
+
 /* d[64, 256] = a[64, 16] b[256, 16]^T, added to d if `add`, by the four warps of a warpgroup. a_low, b_low: operand_of.
  * Lane l of warp w holds, for j < 32, i < 2 and c < 2, element (16 w + l / 4 + 8 i, 8 j + 2 (l % 4) + c)
  * as d[4 j + 2 i + c]. */
@@ -200,6 +213,16 @@ DEVICE void multiply_64x256x16(float (&d)[128], unsigned a_low, unsigned b_low, 
         RAFTER_MULTIPLY("bf16");
     else
         RAFTER_MULTIPLY("f16");
+}
+
+/* The same for d[64, 192], j < 24. */
+template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED>
+DEVICE void multiply_64x192x16(float (&d)[96], unsigned a_low, unsigned b_low, int add) {
+    const uint64_t a = OPERANDS | a_low, b = OPERANDS | b_low;
+    if constexpr (__is_same(T, bf16))
+        RAFTER_MULTIPLY_192("bf16");
+    else
+        RAFTER_MULTIPLY_192("f16");
 }
 
 /* Raise or lower the registers per thread of this warpgroup to REGISTERS. */

@@ -14,6 +14,8 @@ namespace gemm {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+constexpr int PARTS_IN_FLIGHT = Together::PARTS_IN_FLIGHT;
+
 /* Two results in one register. */
 template <typename T> DEVICE unsigned pair_of(float a, float b) {
     const float both[2] = {a, b};
@@ -26,21 +28,27 @@ DEVICE int column_of(int j) {
     return 8 * j + 2 * (threadIdx.x & 3);
 }
 
-/* Converts part `part` of the results, e, to 16 bits. */
-template <typename T> DEVICE void pack_part(Packed &packed, int part, const float (&e)[2 * PART_PAIRS]) {
+/* Converts a part of the results, e, to 16 bits. */
+template <typename T> DEVICE void pack_part(unsigned *pairs, const float (&e)[2 * PART_PAIRS]) {
 #pragma unroll
     for (int k = 0; k < PART_PAIRS; k++)
-        packed.u[part * PART_PAIRS + k] = pair_of<T>(e[2 * k], e[2 * k + 1]);
+        pairs[k] = pair_of<T>(e[2 * k], e[2 * k + 1]);
+}
+template <typename T> DEVICE void pack_part(Packed &packed, int part, const float (&e)[2 * PART_PAIRS]) {
+    pack_part<T>(packed.u + part * PART_PAIRS, e);
 }
 
 /* Writes the warp's 16 rows of a packed part into a box of shared memory, swizzled. */
-DEVICE void stage_part(char *box, const Packed &packed, int part) {
+DEVICE void stage_pairs(char *box, const unsigned *pairs) {
     const int lane = threadIdx.x % WARP, swizzled = (lane / 16 ^ lane % 8) * 16;
 #pragma unroll
     for (int j = 0; j < CHUNK / 8; j += 2) {
-        const unsigned *const u = packed.u + part * PART_PAIRS + 2 * j;
+        const unsigned *const u = pairs + 2 * j;
         store_8x8x4(box + lane % 16 * 128 + (swizzled ^ j * 16), {u[0], u[1], u[2], u[3]});
     }
+}
+DEVICE void stage_part(char *box, const Packed &packed, int part) {
+    stage_pairs(box, packed.u + part * PART_PAIRS);
 }
 /* The same for 32 columns of floats e, in the order of the sums. */
 constexpr int FLOATS = 128 / sizeof(float);
@@ -79,9 +87,22 @@ template <bool ADD> DEVICE void store_part(const Packed &packed, int part, char 
     send_box<ADD>(box, out, packed.column + part * CHUNK, packed.row);
 }
 
+/* Converts a part of the results and stores it at once, through the first box of `staging`. `column`: of the part. */
+template <typename T>
+DEVICE void store_at_once(const float (&e)[2 * PART_PAIRS], char *staging, const CUtensorMap &out, int column,
+                          int row) {
+    unsigned pairs[PART_PAIRS];
+    pack_part<T>(pairs, e);
+    if (threadIdx.x % WARP == 0)
+        stores_wait<0>();
+    __syncwarp();
+    stage_pairs(staging, pairs);
+    send_box<false>(staging, out, column, row);
+}
+
 /* Job::HELD for results that are floats: how many buffers of the ring a tile needs so that each part has a box of its
  * own and need not wait for another one. A warp's boxes are in its staging and in the held buffers. */
-constexpr int PARTS_OF_STEP = STEP_BYTES / (GROUPS * GROUP / WARP * PART_BYTES);
+constexpr int PARTS_OF_STEP = Together::STEP_BYTES / (GROUPS * GROUP / WARP * PART_BYTES);
 constexpr int HELD_FOR_FLOATS = (COLUMNS / FLOATS - PARTS_IN_FLIGHT + PARTS_OF_STEP - 1) / PARTS_OF_STEP;
 
 /* Stores a part of floats, in its own box. */

@@ -10,8 +10,9 @@
 
 namespace gemm {
 
-constexpr int ROWS = 128, COLUMNS = 256, DEPTH = 64; /* of a block's tile; elements of depth per step */
-constexpr int CLUSTER = 2, STEPS = 4;                /* blocks per cluster; steps in flight */
+constexpr int ROWS = 128, DEPTH = 64;                /* rows of a block's tile; elements of depth per step */
+constexpr int COLUMNS = 256, COLUMNS_IN_TURNS = 192; /* columns of a block's tile: see hopper_gemm.cuh */
+constexpr int CLUSTER = 2;                           /* blocks */
 constexpr int GROUP_ROWS = 64, GROUPS = ROWS / GROUP_ROWS, GROUP = 128; /* rows, count and threads of warpgroups */
 constexpr int THREADS = GROUP * (1 + GROUPS);
 
@@ -20,18 +21,20 @@ constexpr int THREADS = GROUP * (1 + GROUPS);
  * side by side and share their part of a. */
 struct ClusterShape {
     bool wide;
+    int block_columns;
 
-    __host__ __device__ explicit ClusterShape(bool side_by_side) : wide(side_by_side) {
+    __host__ __device__ explicit ClusterShape(bool side_by_side, int columns_of_block = COLUMNS)
+        : wide(side_by_side), block_columns(columns_of_block) {
     }
     /* For a product of this many rows. */
-    static __host__ ClusterShape of(int64_t rows) {
-        return ClusterShape(rows <= ROWS);
+    static __host__ ClusterShape of(int64_t rows, int columns_of_block = COLUMNS) {
+        return ClusterShape(rows <= ROWS, columns_of_block);
     }
     __host__ __device__ int rows() const {
         return wide ? ROWS : CLUSTER * ROWS;
     }
     __host__ __device__ int columns() const {
-        return wide ? CLUSTER * COLUMNS : COLUMNS;
+        return wide ? CLUSTER * block_columns : block_columns;
     }
     int64_t tiles(int64_t down, int64_t across) const {
         return ceil_div<int64_t>(down, rows()) * ceil_div<int64_t>(across, columns());
@@ -59,19 +62,22 @@ struct TileScheduler {
 
     /* The search for the best number of parts. */
     struct Search {
-        int tiles, steps, clusters, last, most; /* last: tiles of the last wave; most: parts of each, at most */
+        int tiles, steps, clusters, sum_steps, last,
+            most;      /* last: tiles of the last wave; most: parts of each, at most */
         int64_t least; /* of the best so far: WARP * steps of the last wave + parts, so that a minimum finds it */
 
-        __host__ __device__ Search(int tiles_, int steps_, int clusters_, int capacity)
-            : tiles(tiles_), steps(steps_), clusters(clusters_), last(tiles_ % clusters_),
+        __host__ __device__ Search(int tiles_, int steps_, int clusters_, int capacity, int sum_steps_)
+            : tiles(tiles_), steps(steps_), clusters(clusters_), sum_steps(sum_steps_), last(tiles_ % clusters_),
               most(last == 0                      ? 0
                    : MOST_PARTS < capacity / last ? MOST_PARTS
                                                   : capacity / last),
               least(int64_t(last > 0 ? steps_ : 0) * WARP + 1) {
         }
-        /* Estimates the last wave if it has n parts per tile. 4 + last * n / 4 steps are for their sums: see `of`. */
+        /* Estimates the last wave if it has n parts per tile. 4 + last * n / 4 + sum_steps * n steps are for their sums:
+         * see `of`. */
         __host__ __device__ void consider(int n) {
-            const int time = (last * n + clusters - 1) / clusters * ((steps + n - 1) / n) + 4 + last * n / 4;
+            const int time =
+                (last * n + clusters - 1) / clusters * ((steps + n - 1) / n) + 4 + last * n / 4 + sum_steps * n;
             if (time <= steps - LEAST_GAIN && int64_t(time) * WARP + n < least)
                 least = int64_t(time) * WARP + n;
         }
@@ -84,16 +90,17 @@ struct TileScheduler {
     };
 
     /* `capacity`: parts that SplitSums can hold. Besides their steps, parts cost memory traffic through L2, in all
-     * clusters at the same time: each part stores its sums, and the last one of a tile loads those of all. */
-    static TileScheduler of(int tiles, int steps, int clusters, int capacity) {
-        Search search(tiles, steps, clusters, capacity);
+     * clusters at the same time: each part stores its sums, and the last one of a tile loads those of all. sum_steps: in
+     * how many steps it adds a part. */
+    static TileScheduler of(int tiles, int steps, int clusters, int capacity, int sum_steps) {
+        Search search(tiles, steps, clusters, capacity, sum_steps);
         for (int n = 2; n <= search.most; n++)
             search.consider(n);
         return search.best();
     }
     /* The same on the device, by all lanes of a warp. */
-    static DEVICE TileScheduler of_warp(int tiles, int steps, int clusters, int capacity) {
-        Search search(tiles, steps, clusters, capacity);
+    static DEVICE TileScheduler of_warp(int tiles, int steps, int clusters, int capacity, int sum_steps) {
+        Search search(tiles, steps, clusters, capacity, sum_steps);
         const int n = threadIdx.x % WARP;
         if (n > 1 && n <= search.most)
             search.consider(n);
@@ -155,8 +162,8 @@ struct TileOrder {
     int64_t rows;
     int down, across; /* tiles of a cluster along the rows and along the columns */
 
-    DEVICE TileOrder(int64_t all_rows, int64_t columns, bool wide = false)
-        : shape(wide), rows(all_rows), down(static_cast<int>((rows + shape.rows() - 1) / shape.rows())),
+    DEVICE TileOrder(int64_t all_rows, int64_t columns, ClusterShape cluster = ClusterShape(false))
+        : shape(cluster), rows(all_rows), down(static_cast<int>((rows + shape.rows() - 1) / shape.rows())),
           across(static_cast<int>((columns + shape.columns() - 1) / shape.columns())) {
     }
     DEVICE int count() const {
@@ -167,7 +174,8 @@ struct TileOrder {
         const int band = tile / (BAND * across), inside = tile - band * BAND * across;
         const int high = min(BAND, down - band * BAND), column = inside / high;
         return {(band * BAND + inside - column * high) * shape.rows() + (shape.wide ? 0 : rank * ROWS),
-                (band % 2 == 0 ? column : across - 1 - column) * shape.columns() + (shape.wide ? rank * COLUMNS : 0)};
+                (band % 2 == 0 ? column : across - 1 - column) * shape.columns() +
+                    (shape.wide ? rank * shape.block_columns : 0)};
     }
 };
 

@@ -12,8 +12,8 @@
 
 enum ignored { A_THIRD, NONE, HALF, FIRST_HALF, AROUND_TILES, ALL_BUT_ONE, ALL_BUT_FIRST, ALL_BUT_LAST, ALL };
 
-/* Classes that a bias of -inf masks: none; the second of every three tiles of 256; the first two
- * tiles, with all other logits below -80. */
+/* Classes that a bias of -inf masks: none; the second of every three TILEs; the first two TILEs, with
+ * all other logits below -80. */
 enum masked { NOTHING, SECOND_TILES, FIRST_TILES };
 
 struct size {
@@ -24,8 +24,8 @@ struct size {
     bool bad_row; /* a NaN in row BAD_ROW of x, which is not ignored */
 };
 
-enum { BAD_ROW = 3, TILE = 256 };
-enum { MANY_ROWS = 8192 }; /* from here on small groups lose too much in bf16 sums, and take too long */
+enum { BAD_ROW = 3, TILE = 768 }; /* TILE: classes of whole tiles, of 192 and of 256 */
+enum { MANY_ROWS = 8192 };        /* from here on small groups lose too much in bf16 sums, and take too long */
 /* Up to this size of weight: redoing non-finite results takes seconds beyond. */
 enum { MOST_REDONE = 4000000 };
 
@@ -63,9 +63,12 @@ static const struct size sizes[] = {
     /* With the first tile masked, nothing is known in advance about the size of a row's logits. */
     {300, 264, 9001, .ignored = A_THIRD, .masked = FIRST_TILES},
     {300, 264, 9001, .ignored = A_THIRD, .masked = SECOND_TILES},
-    {300, 520, 1031, .ignored = A_THIRD, .masked = FIRST_TILES},
-    {300, 520, 1031, .ignored = A_THIRD, .masked = SECOND_TILES, .bad_row = true},
+    {300, 520, 3031, .ignored = A_THIRD, .masked = FIRST_TILES},
+    {300, 520, 3031, .ignored = A_THIRD, .masked = SECOND_TILES, .bad_row = true},
     {300, 264, 9001, .ignored = A_THIRD, .masked = FIRST_TILES, .bad_row = true},
+    {3000, 2056, 9001, .ignored = A_THIRD}, /* exponentials of warpgroups that take tiles together; */
+    {300, 2056, 20001, .ignored = A_THIRD}, /* in turns, also the last, split tiles */
+    {3000, 120, 9001, .ignored = A_THIRD},  /* statistics of warpgroups that take tiles together */
 };
 
 static bool is_ignored(const struct size *s, int64_t row) {

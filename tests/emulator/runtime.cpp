@@ -78,7 +78,13 @@ cudaError_t emulated_launch(const cudaLaunchConfig_t *config, const void *functi
 
 /* ---- the device ------------------------------------------------------------------------------ */
 
-enum { MULTIPROCESSORS = 132, L2_BYTES = 50 << 20 };
+enum { L2_BYTES = 50 << 20 };
+
+/* With few of them, small products have several tiles per cluster. */
+static int multiprocessors() {
+    const char *const given = getenv("RAFTER_EMULATOR_MULTIPROCESSORS");
+    return given ? atoi(given) : 132;
+}
 
 cudaError_t cudaGetDeviceCount(int *count) {
     *count = 1;
@@ -95,7 +101,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
     switch (attribute) {
     case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
     case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
-    case cudaDevAttrMultiProcessorCount: *value = MULTIPROCESSORS; break;
+    case cudaDevAttrMultiProcessorCount: *value = multiprocessors(); break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = EMULATED_SHARED_BYTES; break;
     case cudaDevAttrL2CacheSize: *value = L2_BYTES; break;
     case cudaDevAttrCooperativeLaunch: *value = 1; break;
@@ -106,7 +112,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int) {
     memset(properties, 0, sizeof *properties);
     snprintf(properties->name, sizeof properties->name, "an emulated H200");
     properties->major = 9;
-    properties->multiProcessorCount = MULTIPROCESSORS;
+    properties->multiProcessorCount = multiprocessors();
     properties->l2CacheSize = L2_BYTES;
     properties->totalGlobalMem = size_t(8) << 30;
     return cudaSuccess;

@@ -25,7 +25,8 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
     plan->slice = slice;
     plan->setup.drop_ignored = limits.drop_ignored;
     plan->setup.clusters = clusters;
-    plan->setup.split_capacity = split_capacity_for(p, limits, clusters, p.rows, true);
+    plan->setup.tile_classes = tile_classes_of(p, STATISTICS);
+    plan->setup.split_capacity = split_capacity_for(p, limits, clusters, plan->setup.tile_classes, p.rows, true);
     plan->setup.row_units = has_row_units(p);
     plan->direct_dx = p.dx_layout.direct && !(p.dx && slice < p.classes) && !p.shared && !plan->setup.row_units;
     plan->redo_nonfinite = p.dweight && p.x.direct && !limits.drop_ignored;
@@ -33,12 +34,12 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
     plan->direct_dweight = p.dweight_layout.direct && !(plan->redo_nonfinite && p.adds_dweight);
     plan->dweight_rows = p.invariant ? 0 : rows_in_dweight(p, plan->direct_dweight);
 
-    const int64_t tile_bytes = p.statistics ? group * tiles_across(p.classes) * int64_t(sizeof(RowStats)) : 0;
+    const int64_t tile_bytes = p.statistics ? group * plan->setup.tiles(p) * int64_t(sizeof(RowStats)) : 0;
     const int64_t dz_bytes = p.gradients() ? p.rows * round_up(slice, int64_t(8)) * p.bytes() : 0;
     Layout layout;
     plan->setup.place(&layout, p, CommonBuffers::totals_of(p.rows, group));
     layout.place(&plan->dz, tile_bytes > 0 || dz_bytes > 0, max(tile_bytes, dz_bytes));
-    layout.place(&plan->more, p.option_stats, group * tiles_across(p.classes) * int64_t(sizeof(OptionStats)));
+    layout.place(&plan->more, p.option_stats, group * plan->setup.tiles(p) * int64_t(sizeof(OptionStats)));
     layout.place(&plan->dbias, p.dbias, p.classes * 4);
     layout.place(&plan->weight_sum, p.logit_sums, ColumnSums::padded(p.depth) * 4);
     layout.place(&plan->logit_sums, p.logit_sums, (p.rows + 1) * 4);
@@ -53,13 +54,15 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
 }
 
 size_t HopperCompact::fit(const Problem &p, const Limits &limits, int clusters, Plan *plan) {
+    const int tile_classes = tile_classes_of(p, STATISTICS);
     const int64_t split_bytes =
-        p.gradients() ? split_capacity_for(p, limits, clusters, p.rows, true) * gemm::SPLIT_BYTES : 0;
+        p.gradients() ? split_capacity_for(p, limits, clusters, tile_classes, p.rows, true) * gemm::SPLIT_BYTES : 0;
     return fit_slices(
         p, limits.budget, slice_for(p, min(DZ_BYTES, ALL_BYTES - split_bytes)),
         p.gradients() ? TILE_BYTES : FORWARD_TILE_BYTES,
         [&](int64_t) {
-            return tiles_across(p.classes) * int64_t(sizeof(RowStats) + (p.option_stats ? sizeof(OptionStats) : 0));
+            return ceil_div<int64_t>(p.classes, tile_classes) *
+                   int64_t(sizeof(RowStats) + (p.option_stats ? sizeof(OptionStats) : 0));
         },
         [&](int64_t group, int64_t slice) { return make(p, limits, clusters, group, slice, plan); });
 }
@@ -74,8 +77,9 @@ size_t HopperCompact::plan(const rafter_cuda_state &device, const Call &call, Pl
 /* The slice that begins at class v, and where its dz is stored. */
 static Dz slice_at(const HopperCompact::Plan &plan, const HopperRun &run, int64_t v, char *workspace_dz) {
     const Problem &p = run.problem;
-    const int64_t left = p.classes - v;
-    const int64_t in_dweight = plan.dweight_rows * left / (plan.dweight_rows + p.rows) / TILE_CLASSES * TILE_CLASSES;
+    constexpr int64_t TILE = gemm::InTurns::COLUMNS;
+    const int64_t left = p.classes - v,
+                  in_dweight = plan.dweight_rows * left / (plan.dweight_rows + p.rows) / TILE * TILE;
     if (in_dweight <= plan.slice)
         return {workspace_dz, round_up(plan.slice, int64_t(8)), v, min(left, plan.slice)};
     return {run.call.dweight.data + (v + in_dweight) * p.depth * p.dweight_bytes, in_dweight, v, in_dweight};

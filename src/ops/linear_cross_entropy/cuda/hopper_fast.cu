@@ -47,7 +47,7 @@ static int64_t largest_first_group(int64_t g, int64_t dweight_rows) {
  * them. When the products write those rows, the exponentials have been used. */
 static int64_t classes_that_fit(const Problem &p, int64_t first_group, int64_t dweight_rows) {
     const int64_t least_before = ceil_div(p.classes * first_group, first_group + dweight_rows) + 8; /* 8: padding */
-    return p.classes - round_up(least_before, int64_t(TILE_CLASSES));
+    return p.classes - round_up(least_before, int64_t(tile_classes_of(p, EXPONENTIALS)));
 }
 
 /* How many rows' exponentials of all classes, with padding, fit into dweight. */
@@ -78,7 +78,9 @@ size_t HopperFast::make(const Problem &p, const Limits &limits, int clusters, in
             plan->classes_in_dweight = classes;
         }
     }
-    plan->setup.split_capacity = split_capacity_for(p, limits, clusters, plan->first_group, false);
+    plan->setup.tile_classes = tile_classes_of(p, EXPONENTIALS);
+    plan->setup.split_capacity =
+        split_capacity_for(p, limits, clusters, plan->setup.tile_classes, plan->first_group, false);
 
     const int64_t first = plan->first_group;
     const int64_t first_dz = first * round_up(p.classes - plan->classes_in_dweight, int64_t(8)),
@@ -92,8 +94,8 @@ size_t HopperFast::make(const Problem &p, const Limits &limits, int clusters, in
                               p.dbias ? ColumnSums::bytes(first, p.classes) : 0);
     Layout layout;
     plan->setup.place(&layout, p, CommonBuffers::totals_of(p.rows, group));
-    layout.place(&plan->stats, true, first * tiles_across(p.classes) * int64_t(sizeof(RowStats)));
-    layout.place(&plan->more, p.option_stats, first * tiles_across(p.classes) * int64_t(sizeof(OptionStats)));
+    layout.place(&plan->stats, true, first * plan->setup.tiles(p) * int64_t(sizeof(RowStats)));
+    layout.place(&plan->more, p.option_stats, first * plan->setup.tiles(p) * int64_t(sizeof(OptionStats)));
     layout.place(&plan->sample, !plan->converts, p.rows * int64_t(sizeof(RowStats)));
     layout.place(&plan->x_scaled, labels, first * p.depth_stride() * p.bytes());
     layout.place(&plan->row_labels, labels, round_up(p.rows, int64_t(4)) * int64_t(sizeof(int)));
@@ -197,8 +199,9 @@ rafter_status form_exponentials(const HopperRun &run, const Group &group, RowSta
         return RAFTER_OK;
     task.first_class = group.rest.first_class;
     task.classes = group.rest.classes;
-    task.stats = stats + task.first_class / TILE_CLASSES;
-    task.more = more ? more + task.first_class / TILE_CLASSES : NULL;
+    const int64_t first_tile = task.first_class / run.tile_classes;
+    task.stats = stats + first_tile;
+    task.more = more ? more + first_tile : NULL;
     return multiply_logits(run, EXPONENTIALS, task, group.rest);
 }
 

@@ -15,14 +15,8 @@ namespace lce {
 
 /* ---- which calls ----------------------------------------------------------------------------- */
 
-constexpr int TILE_CLASSES = gemm::COLUMNS;
-
 /* With at most this many classes per element of depth, fast converts exponentials to dz in place. */
 constexpr int64_t MOST_CLASSES_PER_DEPTH = 2;
-
-inline int64_t tiles_across(int64_t classes) {
-    return ceil_div<int64_t>(classes, TILE_CLASSES);
-}
 
 inline int clusters_of(const rafter_cuda_state &device) {
     return device.multiprocessors / gemm::CLUSTER;
@@ -41,12 +35,26 @@ const char *why_not_hopper(const rafter_cuda_state &device, const Problem &p);
  * given, dz needs no exponentials. */
 const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &p);
 
+/* ---- tiles of logits ------------------------------------------------------------------------- */
+
+/* Results of a product x W^T:
+ *
+ *     STATISTICS     maximum and sum of exponentials of each row over each tile of classes
+ *     EXPONENTIALS   the same, relative to a pivot that is known beforehand, or to one that suits the
+ *                    tile; and the exponentials
+ *     GRADIENT       dz, from the rows' coefficients */
+enum LogitMode { STATISTICS, EXPONENTIALS, GRADIENT };
+
+/* How many classes a tile has, with STATISTICS or EXPONENTIALS: those of gemm::InTurns or of gemm::Together. */
+int tile_classes_of(const Problem &p, LogitMode mode);
+
 /* ---- plans ----------------------------------------------------------------------------------- */
 
 /* How many parts of split tiles to reserve memory for: as many as the products of `rows` rows and all
  * classes use, if splitting makes one of them 2 % faster; else 0. `sliced`: products are of some of the
  * classes, and use as many as the limits allow. */
-int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int64_t rows, bool sliced);
+int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int tile_classes, int64_t rows,
+                       bool sliced);
 
 /* Batch-invariant calls: into how many parts the sums of dx over so many classes are cut, whatever the
  * number of rows. 1: they are not cut; then 2048 rows of such depths would leave half of an H200 idle. */
@@ -68,6 +76,7 @@ struct HopperSetup {
     bool copy_into_dx;
     bool row_units;     /* see row_units.cuh */
     int clusters;       /* that run at a time */
+    int tile_classes;   /* from tile_classes_of */
     int split_capacity; /* from split_capacity_for */
     CommonBuffers common;
     Buffer<int> order, classes; /* of ActiveRows */
@@ -77,6 +86,9 @@ struct HopperSetup {
     Buffer<unsigned> counters;
 
     void place(Layout *layout, const Problem &p, int64_t totals);
+    int64_t tiles(const Problem &p) const {
+        return ceil_div<int64_t>(p.classes, tile_classes);
+    }
 };
 
 /* A matrix in the inputs' dtype. */
@@ -104,8 +116,9 @@ struct HopperRun : Run {
     Matrix x, copy; /* x for products if all rows are active; the copy of active rows for other calls */
     Matrix w;
     float *z_label;
-    Labels labels;       /* of_row NULL: not wanted */
-    float *column_parts; /* ColumnSums' workspace, if there is any */
+    Labels labels;           /* of_row NULL: not wanted */
+    float *column_parts;     /* ColumnSums' workspace, if there is any */
+    int tile_classes, tiles; /* of HopperSetup */
     SpreadPlace spread;
     const float *weight_sum; /* label smoothing: the sum of w_v W_v; NULL: not needed */
     const float *logit_sums; /* label smoothing without a softcap: from sum_logits */
@@ -133,14 +146,6 @@ struct HopperRun : Run {
 };
 
 /* ---- logits: kernels/hopper_logits.cu -------------------------------------------------------- */
-
-/* Results of a product x W^T:
- *
- *     STATISTICS     maximum and sum of exponentials of each row over each tile of 256 classes
- *     EXPONENTIALS   the same, relative to a pivot that is known beforehand, or to the tile's
- *                    maximum; and the exponentials
- *     GRADIENT       dz, from the rows' coefficients */
-enum LogitMode { STATISTICS, EXPONENTIALS, GRADIENT };
 
 /* Statistics of a row over a tile that some options need beyond RowStats: see LossStats<FULL>. */
 struct alignas(16) OptionStats {
@@ -259,7 +264,7 @@ struct ColumnSums {
     /* Enough for this many columns, or fewer. */
     static int64_t bytes(int64_t rows, int64_t columns);
     /* Elements of a result that is read in whole tiles; those after the columns are 0. */
-    static_assert(TILE_CLASSES == 256, "lce_padded_depth rounds up to that");
+    static_assert(gemm::COLUMNS == 256, "lce_padded_depth rounds up to that");
     static int64_t padded(int64_t columns) {
         return lce_padded_depth(columns);
     }

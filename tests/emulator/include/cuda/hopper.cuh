@@ -186,13 +186,13 @@ template <typename T, bool TRANSPOSED> DEVICE void load_operand(unsigned operand
     }
 }
 
-template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED>
-DEVICE void multiply_64x256x16(float (&d)[128], unsigned a, unsigned b, int add) {
+template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED, unsigned SUMS>
+DEVICE void multiply(float (&d)[SUMS], unsigned a, unsigned b, int add) {
     const unsigned warp = threadIdx.x / 32 % 4, lane = emulator::place.lane;
     float rows[2][16];
     for (unsigned i = 0; i < 2; i++)
         load_operand<T, A_TRANSPOSED>(a, 16 * warp + lane / 4 + 8 * i, rows[i]);
-    for (unsigned j = 0; j < 32; j++)
+    for (unsigned j = 0; j < SUMS / 4; j++)
         for (unsigned c = 0; c < 2; c++) {
             float column[16];
             load_operand<T, B_TRANSPOSED>(b, 8 * j + 2 * (lane % 4) + c, column);
@@ -203,6 +203,14 @@ DEVICE void multiply_64x256x16(float (&d)[128], unsigned a, unsigned b, int add)
                 d[4 * j + 2 * i + c] = sum;
             }
         }
+}
+template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED>
+DEVICE void multiply_64x256x16(float (&d)[128], unsigned a, unsigned b, int add) {
+    multiply<T, A_TRANSPOSED, B_TRANSPOSED, 128>(d, a, b, add);
+}
+template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED>
+DEVICE void multiply_64x192x16(float (&d)[96], unsigned a, unsigned b, int add) {
+    multiply<T, A_TRANSPOSED, B_TRANSPOSED, 96>(d, a, b, add);
 }
 
 template <int REGISTERS> DEVICE void take_registers() {

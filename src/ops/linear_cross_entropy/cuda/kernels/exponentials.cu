@@ -34,16 +34,16 @@ template <typename T> struct Exponentials {
 /* Rescales the tiles of a row whose pivot is not the row's, which happens if logits are further
  * apart than the dtype's range allows. Called by a block. */
 template <typename T>
-DEVICE void rescale_tiles(const Exponentials<T> &e, int64_t index, const RowStats *stats, int tiles, float row_pivot,
-                          const Loss &loss) {
+DEVICE void rescale_tiles(const Exponentials<T> &e, int64_t index, const RowStats *stats, int tiles, int tile_classes,
+                          float row_pivot, const Loss &loss) {
     constexpr int N = WIDE<T>;
     bool apart = false;
     for (int tile = threadIdx.x; tile < tiles; tile += LABEL_THREADS)
         apart |= stats[tile].max != row_pivot;
-    static_assert(TILE_CLASSES % N == 0, "a pack is in one tile");
+    static_assert(gemm::Together::COLUMNS % N == 0 && gemm::InTurns::COLUMNS % N == 0, "a pack is in one tile");
     const int64_t end = __syncthreads_or(apart) ? loss.classes : 0;
     for (int64_t v = threadIdx.x * N; v < end; v += LABEL_THREADS * N) { /* padding up to a multiple of N too */
-        const float pivot = stats[v / TILE_CLASSES].max;
+        const float pivot = stats[static_cast<unsigned>(v) / tile_classes].max;
         if (pivot == row_pivot)
             continue;
         const float factor = expf((pivot - row_pivot) * loss.scale);
@@ -61,13 +61,13 @@ DEVICE void rescale_tiles(const Exponentials<T> &e, int64_t index, const RowStat
 template <typename T>
 __global__ __launch_bounds__(LABEL_THREADS) void unify_pivots(const __grid_constant__ Loss loss,
                                                               const __grid_constant__ ActiveRows active,
-                                                              const RowStats *stats, int tiles,
+                                                              const RowStats *stats, int tiles, int tile_classes,
                                                               const LossStats<FULL> *saved,
                                                               const __grid_constant__ Exponentials<T> e) {
     wait_for_previous_kernel();
     const int64_t index = blockIdx.x;
     if (index < *active.count)
-        rescale_tiles(e, index, stats + index * tiles, tiles, saved[index].s.max, loss);
+        rescale_tiles(e, index, stats + index * tiles, tiles, tile_classes, saved[index].s.max, loss);
 }
 
 /* Multiplies e^t of a row by level + tilt * t: the gradient of the entropy. t is the logarithm of the
@@ -123,7 +123,8 @@ DEVICE void subtract_spread(const Exponentials<T> &e, int64_t index, const RowGr
  * the last of its x_rows rows are the group's. A block per row. */
 template <typename T>
 __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first, int64_t rows,
-                                                        const RowStats *stats, int tiles, const RowGradient *gradients,
+                                                        const RowStats *stats, int tiles, int tile_classes,
+                                                        const RowGradient *gradients,
                                                         const __grid_constant__ Exponentials<T> e,
                                                         const __grid_constant__ ActiveX<T> x, int64_t depth,
                                                         T *x_scaled, int64_t x_rows, int64_t scaled_stride) {
@@ -136,7 +137,7 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
     constexpr int N = WIDE<T>;
     if (!gradient.constant) {
         if (stats)
-            rescale_tiles(e, index, stats + index * tiles, tiles, gradient.pivot, loss);
+            rescale_tiles(e, index, stats + index * tiles, tiles, tile_classes, gradient.pivot, loss);
         if (loss.dentropy.data)
             tilt_exponentials(e, index, gradient, loss.classes);
         if (loss.smooths && loss.softcap != 0.0f)
@@ -219,8 +220,7 @@ void unify_saved_pivots(const HopperRun &run, const RowStats *stats, const LossS
         typedef decltype(zero) T;
         T *const data = reinterpret_cast<T *>(dz.data);
         launch(run.context, Launch{run.problem.rows, LABEL_THREADS}, unify_pivots<T>, run.loss, run.active, stats,
-               static_cast<int>(tiles_across(run.problem.classes)), saved,
-               Exponentials<T>{data, data, dz.stride, dz.stride, dz.classes});
+               run.tiles, run.tile_classes, saved, Exponentials<T>{data, data, dz.stride, dz.stride, dz.classes});
     });
 }
 
@@ -230,10 +230,9 @@ void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, cons
         typedef decltype(zero) T;
         const Exponentials<T> e = {reinterpret_cast<T *>(dz.data), reinterpret_cast<T *>(rest.data), dz.stride,
                                    rest.stride, dz.classes};
-        launch(run.context, Launch{rows, LABEL_THREADS}, adjust<T>, run.loss, first, rows, stats,
-               static_cast<int>(tiles_across(run.problem.classes)), static_cast<const RowGradient *>(run.gradients), e,
-               run.active_x<T>(), x_scaled.columns, static_cast<T *>(const_cast<void *>(x_scaled.data)), x_scaled.rows,
-               x_scaled.stride);
+        launch(run.context, Launch{rows, LABEL_THREADS}, adjust<T>, run.loss, first, rows, stats, run.tiles,
+               run.tile_classes, static_cast<const RowGradient *>(run.gradients), e, run.active_x<T>(),
+               x_scaled.columns, static_cast<T *>(const_cast<void *>(x_scaled.data)), x_scaled.rows, x_scaled.stride);
     });
 }
 

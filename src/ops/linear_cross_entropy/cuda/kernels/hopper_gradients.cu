@@ -54,17 +54,10 @@ enum DxEnd { RESULTS, SUMS, MORE_SUMS, PART_SUMS };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-/* A job that needs to know nothing about its rows. */
-struct NoRows {
-    int row;
-    template <typename Job> DEVICE void load(const Job &, int first) {
-        row = first;
-    }
-};
-
 /* The Job of gemm::multiply for dW, which is stored as U: T or fp32. ADD: adds to what `out` holds. */
 template <typename T, typename U, bool ADD> struct DweightJob {
-    typedef NoRows Rows;
+    typedef gemm::Together Tiles;
+    typedef gemm::NoRows Rows;
     static constexpr bool PACKED = sizeof(U) == 2, KEEPS_PARTS = false;
     static constexpr int HELD = PACKED ? 0 : gemm::HELD_FOR_FLOATS;
     const CUtensorMap &dz, &x, &out;
@@ -175,7 +168,8 @@ struct DxRows {
 
 /* The Job of gemm::multiply for dx, which is stored as U: T or fp32. END: a DxEnd. */
 template <typename T, typename U, int END> struct DxJob {
-    typedef std::conditional_t<END == RESULTS, DxRows, NoRows> Rows;
+    typedef gemm::Together Tiles;
+    typedef std::conditional_t<END == RESULTS, DxRows, gemm::NoRows> Rows;
     static constexpr bool PACKED = sizeof(U) == 2, KEEPS_PARTS = END == PART_SUMS;
     static constexpr int HELD = PACKED ? 0 : gemm::HELD_FOR_FLOATS;
     const CUtensorMap &dz, &dz_rest, &w, &out;
@@ -191,7 +185,7 @@ template <typename T, typename U, int END> struct DxJob {
           steps(static_cast<int>((t.classes + gemm::DEPTH - 1) / gemm::DEPTH)),
           in_front(static_cast<int>((t.in_front + gemm::DEPTH - 1) / gemm::DEPTH)),
           in_rows(*t.active.count == t.active.all && t.depth * sizeof(U) % 16 == 0),
-          factor(END == RESULTS ? *t.alpha : 1.0f), order(rows, t.depth, t.wide) {
+          factor(END == RESULTS ? *t.alpha : 1.0f), order(rows, t.depth, gemm::ClusterShape(t.wide)) {
     }
     DEVICE gemm::Source a(int k) const {
         return k < in_front ? gemm::Source{&dz, 0, 0} : gemm::Source{&dz_rest, 0, -in_front * gemm::DEPTH};
@@ -311,7 +305,7 @@ __global__ __launch_bounds__(gemm::THREADS, 1) void dweight_kernel(const __grid_
                                                                    const __grid_constant__ DweightTask task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     DYNAMIC_SHARED(char, memory);
-    __shared__ gemm::Barriers barriers;
+    __shared__ gemm::Barriers<gemm::Together> barriers;
     gemm::begin(barriers, dz, x, copy, out);
     wait_for_previous_kernel();
     const bool all = *task.active.count == task.active.all;
@@ -331,7 +325,7 @@ __global__ __launch_bounds__(gemm::THREADS, 1) void dx_kernel(const __grid_const
                                                               const __grid_constant__ DxTask task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     DYNAMIC_SHARED(char, memory);
-    __shared__ gemm::Barriers barriers;
+    __shared__ gemm::Barriers<gemm::Together> barriers;
     gemm::begin(barriers, dz, dz_rest, w, out);
     wait_for_previous_kernel();
     gemm::multiply<T, false, true>(memory, barriers, DxJob<T, U, END>(dz, dz_rest, w, out, task), task.split);
@@ -397,10 +391,11 @@ template <int END> rafter_status launch_dx(const HopperRun &run, const DxInput &
     CUtensorMap dz_map, rest_map, w_map, out_map = {};
     if (!map_operand(&dz_map, dtype, dz, false, shape.a_share()) ||
         !map_operand(&rest_map, dtype, rest, false, shape.a_share()) ||
-        !map_operand(&w_map, dtype, run.w, true, gemm::SHARE) ||
+        !map_operand(&w_map, dtype, run.w, true, gemm::Together::SHARE) ||
         !gemm::map_matrix(&out_map, out.dtype, out.data, out.rows, task.depth, out.stride, gemm::PART_ROWS))
         return no_map(run.context);
-    const Launch how = gemm::launch_for(run.context->cuda_state, shape, task.rows, task.depth, task.split);
+    const Launch how =
+        gemm::launch_for<gemm::Together>(run.context->cuda_state, shape, task.rows, task.depth, task.split);
     for_dtypes(dtype, out.dtype, [&](auto zero, auto out_zero) {
         typedef decltype(zero) T;
         typedef decltype(out_zero) U;
@@ -417,10 +412,11 @@ int dx_parts(const HopperRun &run, const DxInput &in) {
         return 1;
     const gemm::ClusterShape shape = gemm::ClusterShape::of(in.rows);
     const int64_t classes = in.dz.classes + in.rest.classes, tiles = shape.tiles(in.rows, run.problem.depth);
-    const Launch how = gemm::launch_for(run.context->cuda_state, shape, in.rows, run.problem.depth, run.split);
-    const gemm::TileScheduler scheduler =
-        gemm::TileScheduler::of(static_cast<int>(tiles), static_cast<int>(ceil_div<int64_t>(classes, gemm::DEPTH)),
-                                static_cast<int>(how.blocks / gemm::CLUSTER), run.split.capacity);
+    const Launch how =
+        gemm::launch_for<gemm::Together>(run.context->cuda_state, shape, in.rows, run.problem.depth, run.split);
+    const gemm::TileScheduler scheduler = gemm::TileScheduler::of(
+        static_cast<int>(tiles), static_cast<int>(ceil_div<int64_t>(classes, gemm::DEPTH)),
+        static_cast<int>(how.blocks / gemm::CLUSTER), run.split.capacity, gemm::Together::SUM_STEPS);
     /* A cluster that adds up its tile takes 1.2 us per part, the kernel 5 to 8 us. */
     constexpr int MANY_PARTS = 6;
     const bool all_split = in.rows <= shape.rows() && scheduler.whole == 0;
@@ -488,11 +484,12 @@ rafter_status hopper_dweight(const HopperRun &run, const Dz &dz, int64_t first, 
 
     CUtensorMap dz_map, x_map, copy_map, out_map;
     if (!map_operand(&dz_map, dtype, dz_matrix(dz, rows), true, gemm::ROWS) ||
-        !map_operand(&x_map, dtype, x, true, gemm::SHARE) || !map_operand(&copy_map, dtype, copy, true, gemm::SHARE) ||
+        !map_operand(&x_map, dtype, x, true, gemm::Together::SHARE) ||
+        !map_operand(&copy_map, dtype, copy, true, gemm::Together::SHARE) ||
         !gemm::map_matrix(&out_map, out.dtype, out.data, dz.classes, run.problem.depth, out.stride, gemm::PART_ROWS))
         return no_map(run.context);
-    const Launch how =
-        gemm::launch_for(run.context->cuda_state, gemm::ClusterShape(false), task.classes, task.depth, task.split);
+    const Launch how = gemm::launch_for<gemm::Together>(run.context->cuda_state, gemm::ClusterShape(false),
+                                                        task.classes, task.depth, task.split);
     for_dtypes(dtype, out.dtype, [&](auto zero, auto out_zero) {
         typedef decltype(zero) T;
         typedef decltype(out_zero) U;

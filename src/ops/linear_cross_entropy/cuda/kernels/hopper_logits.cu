@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Logits that never leave the chip: x W^T on Hopper's tensor cores (cuda/hopper_gemm.cuh). Each tile of 128
- * rows x 256 classes is converted to statistics, exponentials or dz in the registers that summed it:
- * see hopper_steps.cuh. For 16-bit inputs.
+ * Logits that never leave the chip: x W^T on Hopper's tensor cores (cuda/hopper_gemm.cuh). Tiles are converted
+ * to statistics, exponentials or dz in the registers that summed them: see hopper_steps.cuh. For 16-bit inputs.
+ * Warpgroups take tiles in turns, so that one multiplies while the other converts; or together, if there are few
+ * rows.
  */
 #include "cuda/hopper_epilogue.cuh"
 #include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
@@ -11,9 +12,9 @@ namespace lce {
 
 namespace {
 
-/* Which options a kernel has code for. ALL_OPTIONS: also label smoothing, and everything that needs
- * OptionStats. */
-enum LogitOptions { NO_OPTIONS, SOFTCAP, ALL_OPTIONS };
+/* Which options a kernel has code for. SOME_OPTIONS: bias and softcap. ALL_OPTIONS: also label smoothing, and
+ * everything that needs OptionStats. */
+enum LogitOptions { NO_OPTIONS, SOME_OPTIONS, ALL_OPTIONS };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -22,10 +23,10 @@ constexpr int PART = gemm::CHUNK; /* columns of the results that are stored at a
 /* ---- range of stored exponentials ------------------------------------------------------------ */
 
 /* Exponentials are stored relative to a pivot that is chosen before a row's maximum is known. A
- * logit may be up to HEADROOM above its pivot, in units of u. If a tile's sum is above MOST_SUM, one
- * may be higher than that, and the tile takes another pivot. MOST_SUM is below e^HEADROOM, so that a
- * row keeps its pivot if only another row of the warp is too high. from_sample: the pivot that a row's
- * estimated statistics suggest. from_max: the pivot that suits a tile with this maximum. */
+ * logit may be up to HEADROOM above its pivot, in units of u. If a tile's maximum is higher than that, the
+ * tile takes another pivot. If its sum is at most MOST_SUM, which is below e^HEADROOM, it is not. from_sample:
+ * the pivot that a row's estimated statistics suggest. from_max: the pivot that suits a tile with this
+ * maximum. */
 template <typename T> struct ExpRange;
 
 /* bf16 has the range of a float, so any pivot within 70 of the maximum will do. */
@@ -73,10 +74,9 @@ DEVICE float capped_fast(float z, float cap, float rate) { /* rate: 2 log2(e) / 
     return fmaf(-2.0f * cap, reciprocal_fast(1.0f + exp2_fast(z * rate)), cap);
 }
 
-/* A thread's two rows of a tile, i = 0 and 1, and what it loads about them while the tile is
- * being summed, so that nothing is waited for when the sums are complete. No loaded value may be
- * used before that, not even in an address: the thread would wait for it, and issues the
- * products in between. */
+/* A thread's two rows of a tile, i = 0 and 1, and what it needs to know about them. Together, that is loaded while the
+ * tile is being summed, so that nothing is waited for when the sums are complete. No loaded value may be used before
+ * that, not even in an address: the thread would wait for it, and issues the products in between. */
 template <int MODE> struct TileRows {
     int64_t row[2];          /* among the task's */
     int label[2];            /* from Loss::class_of */
@@ -103,22 +103,28 @@ template <int MODE> struct TileRows {
     }
 };
 
-/* Converts the sums d of a tile to results. */
-template <typename T, int MODE, int OPTIONS> struct Results {
-    static constexpr bool CAPS = OPTIONS != NO_OPTIONS, ALL = OPTIONS == ALL_OPTIONS;
+/* Converts the sums d of 64 rows of a tile to results. */
+template <typename T, int MODE, int OPTIONS, int COLUMNS> struct Results {
+    static constexpr int FOURS = COLUMNS / 8, SUMS = 4 * FOURS; /* sums of a thread, of two rows */
+    static constexpr bool CAPS = OPTIONS != NO_OPTIONS, ALL = OPTIONS == ALL_OPTIONS,
+                          TOGETHER = COLUMNS == gemm::Together::COLUMNS;
+    /* Nothing is multiplied meanwhile, so maxima are looked for only if a sum shows that a pivot may not have suited. With
+     * options, registers do not suffice to keep the logits until then. */
+    enum { OPTIMISTIC = TOGETHER && MODE == EXPONENTIALS && !CAPS };
     const LogitTask &task;
     const int count; /* the task's active rows */
     const TileRows<MODE> &rows;
-    gemm::Packed &packed; /* exponentials or dz */
-    const CUtensorMap &out;
+    const int column;       /* the tile's first */
+    const CUtensorMap &out; /* exponentials or dz */
     char *const staging;
+    gemm::Packed *const packed; /* together: exponentials, which are stored later */
 
-    DEVICE void add_bias(float (&d)[128], int64_t first_class, int columns) const {
+    DEVICE void add_bias(float (&d)[SUMS], int64_t first_class, int columns) const {
         if (!task.bias)
             return;
         const float *const bias = task.bias + first_class;
 #pragma unroll
-        for (int j = 0; j < 32; j++) {
+        for (int j = 0; j < FOURS; j++) {
             const int column = gemm::column_of(j);
             float2 two = {};
             if (column + 1 < columns)
@@ -131,10 +137,10 @@ template <typename T, int MODE, int OPTIONS> struct Results {
             d[4 * j + 3] += two.y;
         }
     }
-    DEVICE void apply_softcap(float (&d)[128]) const {
+    DEVICE void apply_softcap(float (&d)[SUMS]) const {
         const float rate = 2.0f * LOG2E / task.softcap;
 #pragma unroll
-        for (int k = 0; k < 128; k++)
+        for (int k = 0; k < SUMS; k++)
             d[k] = capped_fast(d[k], task.softcap, rate);
     }
     /* The derivative of the softcap where the capped logit is v; 1 if there is no softcap; 0 past the last
@@ -144,10 +150,10 @@ template <typename T, int MODE, int OPTIONS> struct Results {
         return 1.0f - fminf(t * t, 1.0f);
     }
     /* Columns past the last class become -inf. */
-    static DEVICE void mask_columns(float (&d)[128], int columns) {
-        if (columns < TILE_CLASSES)
+    static DEVICE void mask_columns(float (&d)[SUMS], int columns) {
+        if (columns < COLUMNS)
 #pragma unroll
-            for (int j = 0; j < 32; j++)
+            for (int j = 0; j < FOURS; j++)
 #pragma unroll
                 for (int c = 0; c < 2; c++)
                     if (gemm::column_of(j) + c >= columns)
@@ -162,10 +168,10 @@ template <typename T, int MODE, int OPTIONS> struct Results {
         return at >= 0 && (at / 2 & 3) == static_cast<int>(threadIdx.x & 3);
     }
     /* This thread's logit of row i at that column. */
-    static DEVICE float sum_at(const float (&d)[128], int i, int at) {
+    static DEVICE float sum_at(const float (&d)[SUMS], int i, int at) {
         float sum = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 32; j++)
+        for (int j = 0; j < FOURS; j++)
 #pragma unroll
             for (int c = 0; c < 2; c++)
                 if (gemm::column_of(j) + c == at)
@@ -173,10 +179,10 @@ template <typename T, int MODE, int OPTIONS> struct Results {
         return sum;
     }
     /* The maxima of both rows over the tile. */
-    static DEVICE void find_maxima(const float (&d)[128], float (&max)[2]) {
+    static DEVICE void find_maxima(const float (&d)[SUMS], float (&max)[2]) {
         float own[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
-        for (int j = 0; j < 32; j++)
+        for (int j = 0; j < FOURS; j++)
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 own[k] = fmaxf(own[k], d[4 * j + k]);
@@ -184,21 +190,21 @@ template <typename T, int MODE, int OPTIONS> struct Results {
         max[1] = quad_max(fmaxf(own[2], own[3]));
     }
 
-    static DEVICE void set_row(float (&d)[128], int i, float value) {
+    static DEVICE void set_row(float (&d)[SUMS], int i, float value) {
 #pragma unroll
-        for (int j = 0; j < 32; j++)
+        for (int j = 0; j < FOURS; j++)
             d[4 * j + 2 * i] = d[4 * j + 2 * i + 1] = value;
     }
 
     /* The largest logits of both rows over the tile's columns, before the softcap, and their first
      * columns. NaN is larger than everything. */
-    static DEVICE void find_argmax(const float (&d)[128], int64_t first_class, int columns, OptionStats (&more)[2]) {
+    static DEVICE void find_argmax(const float (&d)[SUMS], int64_t first_class, int columns, OptionStats (&more)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float best = -INFINITY;
             int at = -1;
 #pragma unroll
-            for (int j = 0; j < 32; j++)
+            for (int j = 0; j < FOURS; j++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     const float z = d[4 * j + 2 * i + c];
@@ -218,10 +224,10 @@ template <typename T, int MODE, int OPTIONS> struct Results {
         }
     }
     /* The sums of both rows' logits, for label smoothing. */
-    DEVICE void sum_weighted(const float (&d)[128], int64_t first_class, int columns, OptionStats (&more)[2]) const {
+    DEVICE void sum_weighted(const float (&d)[SUMS], int64_t first_class, int columns, OptionStats (&more)[2]) const {
         float own[2] = {};
 #pragma unroll
-        for (int j = 0; j < 32; j++)
+        for (int j = 0; j < FOURS; j++)
 #pragma unroll
             for (int c = 0; c < 2; c++)
                 if (gemm::column_of(j) + c < columns) {
@@ -233,14 +239,13 @@ template <typename T, int MODE, int OPTIONS> struct Results {
         more[1].logit_sum = quad_sum(own[1]);
     }
 
-    /* Sums the rows' exponentials, relative to `pivot`, over the tile; packs them if they are
-     * wanted. */
-    DEVICE void sum_exponentials(const float (&d)[128], const float (&pivot)[2], float (&sum)[2],
+    /* Sums the rows' exponentials, relative to `pivot`, over the tile; stores them if they are wanted. */
+    DEVICE void sum_exponentials(const float (&d)[SUMS], const float (&pivot)[2], float (&sum)[2],
                                  float (&moment)[2]) const {
         const float rate = task.scale * LOG2E;
         float own[4] = {}, moments[2] = {};
 #pragma unroll
-        for (int part = 0; part < TILE_CLASSES / PART; part++) {
+        for (int part = 0; part < COLUMNS / PART; part++) {
             float e[PART / 2];
 #pragma unroll
             for (int k = 0; k < PART / 2; k++) {
@@ -253,7 +258,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
                     e[k] *= slope_at(d[part * PART / 2 + k]);
             }
             if constexpr (MODE == EXPONENTIALS)
-                gemm::pack_part<T>(packed, part, e);
+                store_part(e, part);
         }
         sum[0] = quad_sum(own[0] + own[1]);
         sum[1] = quad_sum(own[2] + own[3]);
@@ -262,51 +267,52 @@ template <typename T, int MODE, int OPTIONS> struct Results {
             moment[1] = quad_sum(moments[1]);
         }
     }
+    DEVICE void store_part(const float (&e)[PART / 2], int part) const {
+        if constexpr (TOGETHER)
+            gemm::pack_part<T>(*packed, part, e);
+        else
+            gemm::store_at_once<T>(e, staging, out, column + part * PART, static_cast<int>(rows.row[0]));
+    }
 
-    /* Forms exponentials, relative to a pivot per row that suits their dtype. `max` returns the pivots. */
-    DEVICE void form_exponentials(float (&d)[128], float (&max)[2], float (&sum)[2], float (&moment)[2]) const {
-        typedef ExpRange<T> Range;
-        float pivot[2] = {}, tile_max[2];
-        /* Without a sample, the tile's maximum is the pivot. With options, registers do not suffice
-         * to compute exponentials and keep the logits in case that the pivot was wrong. */
-        constexpr bool MAX_FIRST = CAPS;
-        if (!task.sample || MAX_FIRST)
-            find_maxima(d, tile_max);
-        const auto suits = [&](int i) { return (tile_max[i] - pivot[i]) * task.scale <= Range::HEADROOM; };
-        const auto use_tile_max = [&](int i) {
-            max[i] = Range::from_max(tile_max[i], task.scale);
-            pivot[i] = pivot_at(max[i]);
-        };
+    DEVICE float max_from_sample(int i) const {
+        return task.sample ? ExpRange<T>::from_sample(rows.sample[i], task.scale) : -INFINITY;
+    }
+    /* A maximum of exponentials whose pivot suits their dtype: the one from the sample, unless the tile's maximum is too
+     * far above it, or there is no sample. */
+    DEVICE float suitable_max(float tile_max, int i) const {
+        const float max = max_from_sample(i);
+        return (tile_max - max) * task.scale <= ExpRange<T>::HEADROOM ? max
+                                                                      : ExpRange<T>::from_max(tile_max, task.scale);
+    }
+    DEVICE void form_exponentials(float (&d)[SUMS], float (&max)[2], float (&sum)[2], float (&moment)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            /* If the sample is all masked, the pivot is -inf and sums are NaN: see below. */
-            if (task.sample)
-                pivot[i] = max[i] = Range::from_sample(rows.sample[i], task.scale);
-            if (!task.sample || (MAX_FIRST && !suits(i)))
-                use_tile_max(i);
+            max[i] = OPTIMISTIC ? max_from_sample(i) : suitable_max(max[i], i);
             if (rows.label[i] < 0) /* an ignored row: exponentials are 0; or a label out of range: NaN */
                 set_row(d, i, rows.label[i] == IGNORED ? -INFINITY : NAN);
         }
-        if constexpr (MAX_FIRST) {
+        for (bool suits = !OPTIMISTIC;; suits = true) {
+            /* If the sample is all masked, the pivot is -inf, and the first sum infinite or NaN. */
+            const float pivot[2] = {suits ? pivot_at(max[0]) : max[0], suits ? pivot_at(max[1]) : max[1]};
             sum_exponentials(d, pivot, sum, moment);
-        } else {
-            for (bool again = false;; again = true) {
-                sum_exponentials(d, pivot, sum, moment);
-                if (again || __all_sync(~0u, sum[0] <= Range::MOST_SUM && sum[1] <= Range::MOST_SUM))
-                    break;
-                find_maxima(d, tile_max);
+            if (suits || __all_sync(~0u, sum[0] <= ExpRange<T>::MOST_SUM && sum[1] <= ExpRange<T>::MOST_SUM))
+                break;
+            find_maxima(d, max);
 #pragma unroll
-                for (int i = 0; i < 2; i++)
-                    if (!suits(i))
-                        use_tile_max(i);
-            }
+            for (int i = 0; i < 2; i++)
+                max[i] = suitable_max(max[i], i);
         }
     }
 
     /* Computes statistics, and exponentials if they are wanted. `at`: the label's column in the tile, or -1. */
-    DEVICE void collect(float (&d)[128], int64_t first_class, int columns, int tile, const int (&at)[2]) const {
+    DEVICE void collect(float (&d)[SUMS], int64_t first_class, int columns, int tile, const int (&at)[2]) const {
         float max[2], sum[2], moment[2];
         OptionStats more[2] = {};
+        if constexpr (!CAPS) { /* before anything waits for the labels */
+            mask_columns(d, columns);
+            if constexpr (!OPTIMISTIC)
+                find_maxima(d, max);
+        }
 #pragma unroll
         for (int i = 0; i < 2; i++)
             if (holds(at[i]))
@@ -320,13 +326,15 @@ template <typename T, int MODE, int OPTIONS> struct Results {
         if constexpr (ALL)
             if (task.smooths)
                 sum_weighted(d, first_class, columns, more);
-        mask_columns(d, columns);
-        if constexpr (MODE == STATISTICS) {
+        if constexpr (CAPS) {
+            mask_columns(d, columns);
             find_maxima(d, max);
+        }
+        if constexpr (MODE == EXPONENTIALS) {
+            form_exponentials(d, max, sum, moment);
+        } else {
             const float pivot[2] = {pivot_at(max[0]), pivot_at(max[1])};
             sum_exponentials(d, pivot, sum, moment);
-        } else {
-            form_exponentials(d, max, sum, moment);
         }
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -341,8 +349,8 @@ template <typename T, int MODE, int OPTIONS> struct Results {
             }
     }
 
-    /* Computes dz. It is stored part by part: all of it, packed, would take more registers than there are. */
-    DEVICE void differentiate(float (&d)[128], int64_t first_class, int columns, const int (&at)[2]) const {
+    /* Computes dz. */
+    DEVICE void differentiate(float (&d)[SUMS], int64_t first_class, int columns, const int (&at)[2]) const {
         ScaledExp<T> exp[2];
         if constexpr (CAPS)
             if (task.softcap != 0.0f)
@@ -355,7 +363,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
                 set_row(d, i, rows.gradient[i].pivot); /* p e^0 */
         }
 #pragma unroll
-        for (int part = 0; part < TILE_CLASSES / PART; part++) {
+        for (int part = 0; part < COLUMNS / PART; part++) {
             float e[PART / 2];
 #pragma unroll
             for (int k = 0; k < PART / 2; k++)
@@ -378,8 +386,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
                             e[k] *= slope_at(d[part * PART / 2 + k]);
             if (task.dz_label)
                 store_label(e, part, at);
-            gemm::pack_part<T>(packed, part, e);
-            gemm::store_part<false>(packed, part, staging, out);
+            store_part(e, part);
         }
     }
     /* Stores the label's element of dz, before it is rounded. */
@@ -393,7 +400,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
                         task.dz_label[task.first_row + rows.row[i]] = e[k / 2 * 4 + 2 * i + k % 2];
     }
     /* Adds the gradient of the entropy, and the spread of label smoothing, to a part of dz. */
-    DEVICE void add_entropy_and_spread(const float (&d)[128], float (&e)[PART / 2], int64_t first_class, int columns,
+    DEVICE void add_entropy_and_spread(const float (&d)[SUMS], float (&e)[PART / 2], int64_t first_class, int columns,
                                        int part) const {
         if (task.differentiates_entropy)
 #pragma unroll
@@ -411,13 +418,14 @@ template <typename T, int MODE, int OPTIONS> struct Results {
             }
     }
 
-    DEVICE void finish(float (&d)[128], int64_t column) const {
+    DEVICE void finish(float (&d)[SUMS]) const {
         const int64_t first_class = task.first_class + column;
-        const int columns = static_cast<int>(min(int64_t(TILE_CLASSES), task.classes - column));
+        const int columns = static_cast<int>(min(int64_t(COLUMNS), task.classes - column));
         if (columns <= 0) { /* the last block of a wide cluster may have no columns */
+            if constexpr (TOGETHER)
 #pragma unroll
-            for (unsigned &pair : packed.u)
-                pair = 0; /* tells the compiler that these registers were free until here */
+                for (unsigned &pair : packed->u)
+                    pair = 0; /* tells the compiler that these registers were free until here */
             return;
         }
         int at[2]; /* the label's column in the tile, or -1 */
@@ -426,21 +434,26 @@ template <typename T, int MODE, int OPTIONS> struct Results {
             const int64_t label = rows.label[i], from = label - first_class;
             at[i] = label >= 0 && from >= 0 && from < columns ? static_cast<int>(from) : -1;
         }
-        add_bias(d, first_class, columns);
+        if constexpr (CAPS)
+            add_bias(d, first_class, columns);
         if constexpr (MODE == GRADIENT)
             differentiate(d, first_class, columns, at);
         else
-            collect(d, first_class, columns, static_cast<int>(column / TILE_CLASSES), at);
+            collect(d, first_class, columns, column / COLUMNS, at);
     }
 };
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-/* The Job of gemm::multiply. */
-template <typename T, int MODE, int OPTIONS> struct LogitJob {
+/* What gemm::sum_together asks of a job. */
+template <int MODE> struct JobOfTiles {
     typedef TileRows<MODE> Rows;
-    static constexpr int HELD = 0;
-    static constexpr bool PACKED = MODE == EXPONENTIALS, KEEPS_PARTS = false;
+    enum { HELD = 0, PACKED = MODE == EXPONENTIALS, KEEPS_PARTS = false };
+};
+
+/* The Job of gemm::multiply. */
+template <typename T, int MODE, int OPTIONS, typename JobTiles> struct LogitJob : JobOfTiles<MODE> {
+    typedef JobTiles Tiles;
     const CUtensorMap &x, &w, &out;
     const LogitTask &task;
     const int rows, first, steps;
@@ -449,7 +462,7 @@ template <typename T, int MODE, int OPTIONS> struct LogitJob {
     DEVICE LogitJob(const CUtensorMap &x_map, const CUtensorMap &w_map, const CUtensorMap &out_map, const LogitTask &t)
         : x(x_map), w(w_map), out(out_map), task(t), rows(t.active.among(t.first_row, t.rows)),
           first(t.active.copied_at(t.first_row)), steps((t.depth + gemm::DEPTH - 1) / gemm::DEPTH),
-          order(rows, t.classes, t.wide) {
+          order(rows, t.classes, gemm::ClusterShape(t.wide, Tiles::COLUMNS)) {
     }
     DEVICE gemm::Source a(int) const {
         return {&x, first, 0};
@@ -457,11 +470,22 @@ template <typename T, int MODE, int OPTIONS> struct LogitJob {
     DEVICE gemm::Source b(int) const {
         return {&w, static_cast<int>(task.first_class), 0};
     }
-    DEVICE void finish(float (&d)[128], const gemm::TileOrigin &origin, const Rows &loaded, char *staging,
+    /* In turns. */
+    DEVICE void finish(float (&d)[96], const gemm::TileOrigin &origin, char *staging) const {
+        TileRows<MODE> loaded;
+        loaded.load(*this, origin.row);
+        const Results<T, MODE, OPTIONS, Tiles::COLUMNS> results = {task, rows,    loaded, origin.column,
+                                                                   out,  staging, NULL};
+        results.finish(d);
+    }
+    /* Together. */
+    DEVICE void finish(float (&d)[128], const gemm::TileOrigin &origin, const TileRows<MODE> &loaded, char *staging,
                        char *const *, gemm::Packed &packed) const {
         packed.row = static_cast<int>(loaded.row[0]);
         packed.column = origin.column;
-        Results<T, MODE, OPTIONS>{task, rows, loaded, packed, out, staging}.finish(d, origin.column);
+        const Results<T, MODE, OPTIONS, Tiles::COLUMNS> results = {task, rows,    loaded, origin.column,
+                                                                   out,  staging, &packed};
+        results.finish(d);
     }
     DEVICE void store(const gemm::Packed &packed, int part, char *staging) const {
         gemm::store_part<false>(packed, part, staging, out);
@@ -471,7 +495,7 @@ template <typename T, int MODE, int OPTIONS> struct LogitJob {
 #endif /* __CUDA_ARCH_FEAT_SM90_ALL */
 
 /* x, copy: the call's x, and the copy of its active rows. */
-template <typename T, int MODE, int OPTIONS>
+template <typename T, int MODE, int OPTIONS, typename Tiles>
 __global__ __launch_bounds__(gemm::THREADS, 1) void logits_kernel(const __grid_constant__ CUtensorMap x,
                                                                   const __grid_constant__ CUtensorMap copy,
                                                                   const __grid_constant__ CUtensorMap w,
@@ -479,12 +503,12 @@ __global__ __launch_bounds__(gemm::THREADS, 1) void logits_kernel(const __grid_c
                                                                   const __grid_constant__ LogitTask task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     DYNAMIC_SHARED(char, memory);
-    __shared__ gemm::Barriers barriers;
+    __shared__ gemm::Barriers<Tiles> barriers;
     gemm::begin(barriers, x, copy, w, out);
     wait_for_previous_kernel();
     const bool all = *task.active.count == task.active.all;
-    gemm::multiply<T, false, false>(memory, barriers, LogitJob<T, MODE, OPTIONS>(all ? x : copy, w, out, task),
-                                    task.split);
+    const LogitJob<T, MODE, OPTIONS, Tiles> job(all ? x : copy, w, out, task);
+    gemm::multiply<T, false, false>(memory, barriers, job, task.split);
 #else
     (void)x, (void)copy, (void)w, (void)out, (void)task;
 #endif
@@ -492,28 +516,29 @@ __global__ __launch_bounds__(gemm::THREADS, 1) void logits_kernel(const __grid_c
 
 /* ---- launching ------------------------------------------------------------------------------- */
 
-template <int MODE>
+template <int MODE, typename Tiles>
 rafter_status launch_logits(rafter_context *context, rafter_dtype dtype, const Matrix &x, const Matrix &copy,
                             const Matrix &w, LogitTask task) {
-    const gemm::ClusterShape shape = gemm::ClusterShape::of(task.rows);
+    const gemm::ClusterShape shape = gemm::ClusterShape::of(task.rows, Tiles::COLUMNS);
     task.wide = shape.wide;
     CUtensorMap x_map, copy_map, w_map, out_map = {};
     const int x_rows = shape.a_share();
     if (!gemm::map_operand(&x_map, dtype, x.data, x.rows, x.columns, x.stride, false, x_rows) ||
         !gemm::map_operand(&copy_map, dtype, copy.data, copy.rows, copy.columns, copy.stride, false, x_rows) ||
-        !gemm::map_operand(&w_map, dtype, w.data, w.rows, w.columns, w.stride, false, gemm::SHARE, shape.wide) ||
+        !gemm::map_operand(&w_map, dtype, w.data, w.rows, w.columns, w.stride, false, Tiles::SHARE, shape.wide) ||
         (MODE != STATISTICS && !gemm::map_matrix(&out_map, dtype, task.out, task.rows,
                                                  round_up(task.classes, int64_t(8)), task.out_stride, gemm::PART_ROWS)))
         return rafter_fail(context, RAFTER_DEVICE_ERROR,
                            "linear_cross_entropy: the driver could not make a tensor map");
-    const Launch how = gemm::launch_for(context->cuda_state, shape, task.rows, task.classes, task.split);
+    const Launch how = gemm::launch_for<Tiles>(context->cuda_state, shape, task.rows, task.classes, task.split);
     const bool all = task.more || task.smooths || task.differentiates_entropy;
+    const bool some = task.softcap != 0.0f || task.bias;
     for_16_bit(dtype, [&](auto zero) {
         typedef decltype(zero) T;
         launch(context, how,
-               all                    ? logits_kernel<T, MODE, ALL_OPTIONS>
-               : task.softcap != 0.0f ? logits_kernel<T, MODE, SOFTCAP>
-                                      : logits_kernel<T, MODE, NO_OPTIONS>,
+               all    ? logits_kernel<T, MODE, ALL_OPTIONS, Tiles>
+               : some ? logits_kernel<T, MODE, SOME_OPTIONS, Tiles>
+                      : logits_kernel<T, MODE, NO_OPTIONS, Tiles>,
                x_map, copy_map, w_map, out_map, task);
     });
     return RAFTER_OK;
@@ -523,7 +548,8 @@ rafter_status launch_logits(rafter_context *context, rafter_dtype dtype, const M
 
 bool hopper_kernels_built(int device) {
     static BuiltKernel known;
-    return known.is_built(device, reinterpret_cast<const void *>(logits_kernel<bf16, STATISTICS, NO_OPTIONS>));
+    return known.is_built(device,
+                          reinterpret_cast<const void *>(logits_kernel<bf16, STATISTICS, NO_OPTIONS, gemm::InTurns>));
 }
 
 LogitTask statistics_task(const HopperRun &run, int64_t first, int64_t rows, RowStats *stats) {
@@ -532,7 +558,7 @@ LogitTask statistics_task(const HopperRun &run, int64_t first, int64_t rows, Row
     task.rows = rows;
     task.classes = run.problem.classes;
     task.stats = stats;
-    task.tiles = static_cast<int>(tiles_across(run.problem.classes));
+    task.tiles = run.tiles;
     return task;
 }
 
@@ -556,9 +582,12 @@ rafter_status multiply_logits(const HopperRun &run, LogitMode mode, LogitTask ta
     task.gradients = run.gradients;
     task.out = out.data;
     task.out_stride = out.stride;
-    const auto launch_mode = mode == STATISTICS     ? launch_logits<STATISTICS>
-                             : mode == EXPONENTIALS ? launch_logits<EXPONENTIALS>
-                                                    : launch_logits<GRADIENT>;
+    const bool together = mode != GRADIENT && run.tile_classes == gemm::Together::COLUMNS;
+    const auto launch_mode = mode == GRADIENT     ? launch_logits<GRADIENT, gemm::InTurns>
+                             : mode == STATISTICS ? together ? launch_logits<STATISTICS, gemm::Together>
+                                                             : launch_logits<STATISTICS, gemm::InTurns>
+                             : together ? launch_logits<EXPONENTIALS, gemm::Together>
+                                                  : launch_logits<EXPONENTIALS, gemm::InTurns>;
     return launch_mode(run.context, run.problem.dtype, run.x, run.copy, run.w, task);
 }
 

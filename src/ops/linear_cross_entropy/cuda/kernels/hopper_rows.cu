@@ -14,25 +14,26 @@ constexpr int ROW_BLOCKS = 6; /* blocks of finish_tiles_kernel per multiprocesso
 constexpr int ROW_WARPS = ROW_THREADS / WARP;
 
 /* A warp that converts a row's exponentials to dz in place. Those of each tile are relative to the
- * tile's own maximum. A lane takes a pack from each of TILES tiles at a time. The first packs are loaded
+ * tile's own maximum. A lane takes PACKS packs at a time. The first ones are loaded
  * before the row's gradient is known. */
 template <typename T> struct RowConversion {
-    static constexpr int N = WIDE<T>, TILES = 4, CLASSES = TILES * TILE_CLASSES;
-    static_assert(TILE_CLASSES == WARP * N, "one pack per lane");
+    static constexpr int N = WIDE<T>, PACKS = 4, CLASSES = PACKS * WARP * N;
+    static_assert(gemm::Together::COLUMNS % N == 0 && gemm::InTurns::COLUMNS % N == 0, "a pack is in one tile");
     T *row;
     const RowStats *stats;
-    Pack<T, N> pack[TILES];
-    float max[TILES];
+    int tile_classes;
+    Pack<T, N> pack[PACKS];
+    float max[PACKS];
 
     static DEVICE int64_t at(int64_t first, int k) {
-        return first + k * TILE_CLASSES + threadIdx.x % WARP * N;
+        return first + (k * WARP + threadIdx.x % WARP) * N;
     }
     DEVICE void load(int64_t first, int64_t classes) {
 #pragma unroll
-        for (int k = 0; k < TILES; k++)
-            if (at(first, k) < classes) {
-                pack[k] = load_once<T, N>(row + at(first, k));
-                max[k] = stats[first / TILE_CLASSES + k].max;
+        for (int k = 0; k < PACKS; k++)
+            if (const int64_t v = at(first, k); v < classes) {
+                pack[k] = load_once<T, N>(row + v);
+                max[k] = stats[static_cast<unsigned>(v) / tile_classes].max;
             }
     }
     /* Converts classes [begin, end), of which the first have been loaded. With a softcap, exponentials have
@@ -42,7 +43,7 @@ template <typename T> struct RowConversion {
             if (first > begin)
                 load(first, loss.classes);
 #pragma unroll
-            for (int k = 0; k < TILES; k++) {
+            for (int k = 0; k < PACKS; k++) {
                 const int64_t v = at(first, k);
                 if (v >= loss.classes)
                     continue;
@@ -137,7 +138,7 @@ DEVICE void put_gradient(const Loss &loss, int64_t k, int label, RowGradient *gr
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     const __grid_constant__ Loss loss, const __grid_constant__ ActiveRows active, int64_t first, int64_t rows, int each,
-    int row_blocks, int64_t piece_classes, const RowStats *stats, const OptionStats *more, int tiles,
+    int row_blocks, int64_t piece_classes, const RowStats *stats, const OptionStats *more, int tiles, int tile_classes,
     const float *z_label, const float *logit_sums, double row_scale, RowGradient *gradients, SpreadPlace spread,
     const __grid_constant__ Labels labels, T *exponentials, int64_t stride, LossStats<FULL> *saved, bool only_save,
     Totals *block_totals, unsigned *finished) {
@@ -156,6 +157,7 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     const auto begin_conversion = [&](int64_t i) {
         conversion.row = exponentials + i * stride;
         conversion.stats = stats + i * tiles;
+        conversion.tile_classes = tile_classes;
         conversion.load(first_class, loss.classes);
     };
     if (exponentials && count > 0)
@@ -313,13 +315,14 @@ struct RowPieces {
     int64_t row_blocks, classes; /* blocks per row; classes per warp, if there are several */
 
     /* As few classes per warp as let all blocks run at the same time, unless that is one block per row. */
-    static RowPieces of(const Run &run, int64_t rows, int64_t tiles) {
-        constexpr int64_t CLASSES = RowConversion<uint16_t>::CLASSES, BLOCK_TILES = CLASSES / TILE_CLASSES * ROW_WARPS;
+    static RowPieces of(const Run &run, int64_t rows) {
+        constexpr int64_t CLASSES = RowConversion<uint16_t>::CLASSES, BLOCK_CLASSES = CLASSES * ROW_WARPS;
         const int64_t blocks = run.context->cuda_state->multiprocessors * ROW_BLOCKS;
         if (rows >= blocks / 2 * ROW_WARPS || run.problem.invariant)
             return {1, 0};
-        const int64_t most = max(blocks / rows, int64_t(2)), each = ceil_div(ceil_div(tiles, BLOCK_TILES), most);
-        return {ceil_div(tiles, BLOCK_TILES * each), CLASSES * each};
+        const int64_t classes = run.problem.classes, most = max(blocks / rows, int64_t(2)),
+                      each = ceil_div(ceil_div(classes, BLOCK_CLASSES), most);
+        return {ceil_div(classes, BLOCK_CLASSES * each), CLASSES * each};
     }
 };
 
@@ -327,9 +330,8 @@ struct RowPieces {
 
 void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const OptionStats *more,
                   const Dz &to_dz, LossStats<FULL> *saved, bool only_save) {
-    const int64_t tiles = tiles_across(run->problem.classes);
-    const int each = rows_per_warp(*run, rows, tiles);
-    const RowPieces pieces = to_dz.data ? RowPieces::of(*run, rows, tiles) : RowPieces{1, 0};
+    const int each = rows_per_warp(*run, rows, run->tiles);
+    const RowPieces pieces = to_dz.data ? RowPieces::of(*run, rows) : RowPieces{1, 0};
     const int64_t row_blocks = pieces.row_blocks,
                   blocks = row_blocks > 1 ? rows : ceil_div<int64_t>(rows, ROW_WARPS * each);
     const bool writes_loss = rows == run->problem.rows && !only_save && run->loss.forward;
@@ -337,7 +339,7 @@ void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *s
         typedef decltype(zero) T;
         launch(run->context, Launch{blocks * row_blocks, ROW_THREADS},
                more ? finish_tiles_kernel<T, FULL> : finish_tiles_kernel<T, PLAIN>, run->loss, run->active, first, rows,
-               each, static_cast<int>(row_blocks), pieces.classes, stats, more, static_cast<int>(tiles),
+               each, static_cast<int>(row_blocks), pieces.classes, stats, more, run->tiles, run->tile_classes,
                static_cast<const float *>(run->z_label), run->logit_sums, static_cast<double>(run->row_scale),
                run->gradients, run->spread, run->labels, reinterpret_cast<T *>(to_dz.data), to_dz.stride, saved,
                only_save, run->block_totals + run->blocks, writes_loss ? &run->common->finished : NULL);

@@ -43,20 +43,31 @@ const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &
 
 /* ---- plans ----------------------------------------------------------------------------------- */
 
-int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int64_t rows, bool sliced) {
+int tile_classes_of(const Problem &p, LogitMode mode) {
+    /* Batch-invariant calls must not cut their classes by the number of rows. */
+    const bool few = p.rows <= gemm::ROWS && !p.invariant, many = p.rows > 2048 || p.invariant;
+    /* Few rows: the product is bound by reading W, and wide tiles divide it among the clusters as well. Little depth: a
+     * tile takes less time to sum than to convert, so that converting it in turns hides little. Great depth: there is
+     * little to hide, and in long products power is the limit, of which wide tiles take less. */
+    const bool together = mode == STATISTICS ? few || p.depth <= 128 : few || p.depth < 512 || (p.depth > 2048 && many);
+    return together ? gemm::Together::COLUMNS : gemm::InTurns::COLUMNS;
+}
+
+int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int tile_classes, int64_t rows,
+                       bool sliced) {
     const int most = static_cast<int>(2 * static_cast<int64_t>(limits.product_bytes) / gemm::SPLIT_BYTES);
     bool gains = false;
     int capacity = 0;
     const auto add_product = [&](gemm::ClusterShape shape, int64_t down, int64_t across, int64_t depth) {
         const int tiles = static_cast<int>(shape.tiles(down, across)),
                   steps = static_cast<int>(ceil_div<int64_t>(depth, gemm::DEPTH));
-        const gemm::TileScheduler split = gemm::TileScheduler::of(tiles, steps, clusters, most);
-        const int64_t whole = gemm::TileScheduler::of(tiles, steps, clusters, 0).time;
+        const gemm::TileScheduler split = gemm::TileScheduler::of(tiles, steps, clusters, most, 0);
+        const int64_t whole = gemm::TileScheduler::of(tiles, steps, clusters, 0, 0).time;
         gains = gains || whole - split.time > whole / 50;
         capacity = max(capacity, split.rest * split.parts);
     };
     const gemm::ClusterShape shape = gemm::ClusterShape::of(rows);
-    add_product(shape, rows, p.classes, p.depth);
+    add_product(gemm::ClusterShape::of(rows, tile_classes), rows, p.classes, p.depth);
     if (p.dx)
         add_product(shape, rows, p.depth, p.classes);
     if (p.dweight)
@@ -106,8 +117,9 @@ static CopyOfActive copy_of(const HopperRun &run) {
 
 HopperRun::HopperRun(rafter_context *for_context, const linear_cross_entropy_call &for_call, const HopperSetup &setup,
                      const Labels &for_labels, char *workspace)
-    : Run(for_context, for_call), labels(for_labels), column_parts(NULL), spread(SPREAD_IN_DZ), weight_sum(NULL),
-      logit_sums(NULL), zeroed_dx(false) {
+    : Run(for_context, for_call), labels(for_labels), column_parts(NULL), tile_classes(setup.tile_classes),
+      tiles(static_cast<int>(setup.tiles(problem))), spread(SPREAD_IN_DZ), weight_sum(NULL), logit_sums(NULL),
+      zeroed_dx(false) {
     const Problem &p = problem;
     int *const order = setup.order.in(workspace), *const classes = setup.classes.in(workspace);
     unsigned *const counters = setup.counters.in(workspace);
