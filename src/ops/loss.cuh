@@ -473,10 +473,14 @@ template <typename T> DEVICE bool lse_is_accurate(float lse) {
     return fabsf(lse) <= bound;
 }
 
-/* Writes the outputs of a skipped row; called by one thread. */
-DEVICE void write_skipped(const Loss &loss, int64_t row, int64_t label, Totals *totals) {
+DEVICE void flag_bad_label(const Loss &loss, int64_t label) {
     if (label == OUT_OF_RANGE)
         *static_cast<volatile int *>(loss.bad_labels) = 1;
+}
+/* Writes the outputs of a skipped row; called by one thread. A kernel that also writes those of other rows should rather
+ * have one write_row for all: it has 400 instructions. */
+DEVICE void write_skipped(const Loss &loss, int64_t row, int64_t label, Totals *totals) {
+    flag_bad_label(loss, label);
     if (loss.forward)
         write_row(loss, row, label, results_of_skipped(label), totals);
 }

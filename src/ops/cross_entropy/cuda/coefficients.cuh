@@ -52,8 +52,7 @@ __global__ __launch_bounds__(ROW_THREADS) void compute_coefficients(const __grid
             gradient = gradient_from_stats(loss, common, row, label, z_label, whole_row_stats(g, z_label, loss));
     }
     if (row < loss.rows) {
-        if (label < 0)
-            write_skipped(loss, row, label, nullptr);
+        flag_bad_label(loss, label);
         coefficients[row] = {gradient, label};
     }
 }

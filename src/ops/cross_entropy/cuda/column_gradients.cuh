@@ -65,8 +65,7 @@ __global__ __launch_bounds__(ROW_THREADS) void column_coefficients(const __grid_
             gradient = gradient_from_stats(loss, common, row, label, 0.0f, whole_row_stats(g, 0.0f, loss));
     }
     if (row < loss.rows) {
-        if (label < 0)
-            write_skipped(loss, row, label, nullptr);
+        flag_bad_label(loss, label);
         coefficients.put<T>(row, gradient, label, loss.scale);
     }
 }

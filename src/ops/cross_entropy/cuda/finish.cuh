@@ -28,8 +28,8 @@ __global__ __launch_bounds__(ROW_THREADS) void compute_terms(const __grid_consta
     const double common = common_factor(c); /* while the load of the label's logit is in flight */
     if (label >= 0)
         row_terms[row] = {terms_of(loss, common, row, label), z_label};
-    else if (row < loss.rows && !loss.forward) /* in forward, `finish` does it */
-        write_skipped(loss, row, label, nullptr);
+    else
+        flag_bad_label(loss, label);
 }
 
 /* As gradient_from_stats, but in float: every thread of the block computes it. */
@@ -93,6 +93,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ar
     }
     if (row < loss.rows && lane == 0) {
         RowGradient gradient = gradient_of_skipped(label);
+        RowResults results = results_of_skipped(label);
         if (label >= 0) {
             if (known)
                 z_label = known[row].z_label;
@@ -102,10 +103,11 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ar
             if (coefficients)
                 gradient = gradient_from_stats(loss, common, row, label, z_label, stats);
             if (loss.forward)
-                write_row(loss, row, label, results_of(loss, row, label, stats), &totals);
-        } else {
-            write_skipped(loss, row, label, &totals);
+                results = results_of(loss, row, label, stats);
         }
+        flag_bad_label(loss, label);
+        if (loss.forward)
+            write_row(loss, row, label, results, &totals);
         if (coefficients)
             coefficients[row] = {gradient, loss.column_of(label)};
     }

@@ -126,11 +126,11 @@ template <typename T, int OPTIONS, bool WEIGHTED_SMOOTHING = false> struct RowLo
     DEVICE void finish(const Row &row, int64_t at, const Stats &g) {
         if (row.label == NO_ROW)
             return;
-        if (row.label < 0)
-            write_skipped(loss, at, row.label, &totals);
-        else
-            write_row(loss, at, row.label, results_of(loss, at, row.label, whole_row_stats(g, row.z_label, loss)),
-                      &totals);
+        RowResults results = results_of_skipped(row.label);
+        if (row.label >= 0)
+            results = results_of(loss, at, row.label, whole_row_stats(g, row.z_label, loss));
+        flag_bad_label(loss, row.label);
+        write_row(loss, at, row.label, results, &totals);
     }
 };
 

@@ -73,17 +73,19 @@ template <typename T, int OPTIONS, bool WITH_GRADIENT> struct StagedLoss {
         const int64_t label = loss.class_of(row.label);
         const float z_label = to_float(at_label);
         RowGradient gradient = gradient_of_skipped(label);
-        if (label < 0) {
-            write_skipped(loss, row.row, label, &totals);
-        } else if (knows(row)) {
+        RowResults results = results_of_skipped(label);
+        if (label >= 0 && knows(row)) {
             gradient = gradient_from_lse(loss, common, row.row, label, z_label, row.lse);
-        } else {
+        } else if (label >= 0) {
             const WholeRowStats stats = whole_row_stats(g, z_label, loss);
             if constexpr (GRADIENT)
                 gradient = gradient_from_stats(loss, common, row.row, label, z_label, stats);
             if (loss.forward)
-                write_row(loss, row.row, label, results_of(loss, row.row, label, stats), &totals);
+                results = results_of(loss, row.row, label, stats);
         }
+        flag_bad_label(loss, label);
+        if (loss.forward)
+            write_row(loss, row.row, label, results, &totals);
         return {gradient, label};
     }
     DEVICE RowWriter<IN_BACKWARD<OPTIONS>, T> writer(const Coefficient &row) const {

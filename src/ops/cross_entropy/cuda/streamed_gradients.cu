@@ -81,9 +81,8 @@ template <typename T, int OPTIONS> struct StreamedGradient {
         if (row.label >= 0) {
             z_label = to_float(c.z.at<const T>(at)[row.label]);
             g = gradient_from_lse(loss, common, at, row.label, z_label, row.lse);
-        } else if (row.label != NO_ROW) {
-            write_skipped(loss, at, row.label, nullptr);
         }
+        flag_bad_label(loss, row.label);
         /* The whole warp reads the rows whose lse is not accurate enough. */
         constexpr int STATS = OPTIONS == CAPPED ? FULL : OPTIONS;
         const int lane = threadIdx.x % WARP;

@@ -123,15 +123,17 @@ template <typename T, int OPTIONS> struct LossOp {
         if (row.row < 0)
             return;
         RowGradient gradient = gradient_of_skipped(row.label);
-        if (row.label < 0) {
-            write_skipped(loss, row.row, row.label, &totals);
-        } else {
+        RowResults results = results_of_skipped(row.label);
+        if (row.label >= 0) {
             const WholeRowStats stats = whole_row_stats(g, row.z_label, loss);
             if (outputs.wanted())
                 gradient = gradient_from_stats(loss, common, row.row, row.label, row.z_label, stats);
             if (loss.forward)
-                write_row(loss, row.row, row.label, results_of(loss, row.row, row.label, stats), &totals);
+                results = results_of(loss, row.row, row.label, stats);
         }
+        flag_bad_label(loss, row.label);
+        if (loss.forward)
+            write_row(loss, row.row, row.label, results, &totals);
         if (outputs.rows)
             outputs.rows[row.row] = {gradient, row.label};
         else if (outputs.columns.rows)

@@ -95,11 +95,11 @@ template <typename T> struct TinyLoss {
         if (!present)
             return;
         const int64_t label = loss.class_of(loaded);
+        RowResults results = results_of_skipped(label);
         if (label >= 0)
-            write_row(loss, row, label,
-                      results_of(loss, row, label, stats_of_tiny(x, length, to_float(elements[label]), loss)), &totals);
-        else
-            write_skipped(loss, row, label, &totals);
+            results = results_of(loss, row, label, stats_of_tiny(x, length, to_float(elements[label]), loss));
+        flag_bad_label(loss, label);
+        write_row(loss, row, label, results, &totals);
     }
 };
 
@@ -137,9 +137,8 @@ template <typename T> struct TinyGradient {
             g = lse_is_accurate<T>(loaded.lse)
                     ? gradient_from_lse(loss, common, row, label, z_label, loaded.lse)
                     : gradient_from_stats(loss, common, row, label, z_label, stats_of_tiny(x, length, z_label, loss));
-        } else {
-            write_skipped(loss, row, label, nullptr);
         }
+        flag_bad_label(loss, label);
         const ColumnGradient<FULL, T> columns(g, loss);
 #pragma unroll
         for (int j = 0; j < COUNT; j++)
