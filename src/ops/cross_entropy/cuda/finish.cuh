@@ -15,19 +15,24 @@ struct alignas(16) KnownTerms {
 };
 static_assert(sizeof(KnownTerms) == sizeof(RowTerms) + 8, "no padding");
 
+/* The label's logit of a row, in two steps: see load_bits_now. So kernels with a thread per row are compiled for all dtypes
+ * at once. */
+DEVICE unsigned load_label_logit(const Args &c, int64_t row, int64_t label) {
+    return load_bits_now(c.z.data, c.z.dtype, c.z.offset(row) + label * c.z_step);
+}
+
 /* A thread per row. */
-template <typename T>
 __global__ __launch_bounds__(ROW_THREADS) void compute_terms(const __grid_constant__ Args c, KnownTerms *row_terms) {
     wait_unless_prepared(c);
     start_next_kernel();
     const Loss &loss = c.loss;
     const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
-    const float z_label = label >= 0 ? to_float(c.z.at<const T>(row)[label * c.z_step]) : 0.0f;
+    const unsigned z_label = label >= 0 ? load_label_logit(c, row, label) : 0;
     wait_for_previous_kernel();
     const double common = common_factor(c); /* while the load of the label's logit is in flight */
     if (label >= 0)
-        row_terms[row] = {terms_of(loss, common, row, label), z_label};
+        row_terms[row] = {terms_of(loss, common, row, label), number_of_bits(z_label, c.z.dtype)};
     else
         flag_bad_label(loss, label);
 }
@@ -70,7 +75,7 @@ struct RowLanes {
  * if not NULL, coefficients. The last block writes the loss. If `known` is not NULL, it has the label's
  * logit, which dz may have overwritten. SHARED: the statistics are those of all ranks, and have the
  * label's logit, which may be another rank's. */
-template <typename T, int OPTIONS, bool SHARED = false>
+template <int OPTIONS, bool SHARED = false>
 __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Args c, RowLanes rows,
                                                       const LossStats<OPTIONS> *part_stats, const KnownTerms *known,
                                                       RowCoefficients *coefficients) {
@@ -79,7 +84,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ar
     const int64_t row = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) >> rows.shift;
     const unsigned lane = threadIdx.x & (rows.lanes() - 1);
     const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
-    float z_label = label >= 0 && !known && !SHARED ? to_float(c.z.at<const T>(row)[label * c.z_step]) : 0.0f;
+    const unsigned loaded = label >= 0 && !known && !SHARED ? load_label_logit(c, row, label) : 0;
     wait_for_previous_kernel();
     const double common = coefficients ? common_factor(c) : 0.0;
     Totals totals = {};
@@ -95,8 +100,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ar
         RowGradient gradient = gradient_of_skipped(label);
         RowResults results = results_of_skipped(label);
         if (label >= 0) {
-            if (known)
-                z_label = known[row].z_label;
+            float z_label = known ? known[row].z_label : number_of_bits(loaded, c.z.dtype);
             if constexpr (SHARED)
                 z_label = g.z_label;
             const WholeRowStats stats = whole_row_stats(g, z_label, loss);

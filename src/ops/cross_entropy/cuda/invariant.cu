@@ -395,7 +395,7 @@ struct Invariant {
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (terms)
-                ::launch(context, per_row, compute_terms<T>, args, terms);
+                ::launch(context, per_row, compute_terms, args, terms);
             for_options_but_capped(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 LossStats<OPTIONS> *const stats =
@@ -413,7 +413,7 @@ struct Invariant {
                              plan.aligned ? indexed_gradients<T, OPTIONS, true> : indexed_gradients<T, OPTIONS, false>,
                              args, plan.team, terms, stats);
                 if (args.loss.forward)
-                    ::launch(context, per_row, finish<T, OPTIONS>, args, RowLanes{1, 0}, stats, terms,
+                    ::launch(context, per_row, finish<OPTIONS>, args, RowLanes{1, 0}, stats, terms,
                              static_cast<RowCoefficients *>(nullptr));
             });
         });

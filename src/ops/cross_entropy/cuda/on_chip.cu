@@ -156,7 +156,7 @@ struct OnChip {
         KnownTerms *const terms = at_offset<KnownTerms>(workspace, plan.terms);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            ::launch(context, rows, compute_terms<T>, args, terms);
+            ::launch(context, rows, compute_terms, args, terms);
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 LossStats<OPTIONS> *const stats =
@@ -166,7 +166,7 @@ struct OnChip {
                     on_chip<T, OPTIONS, Largest>};
                 ::launch(context, blocks, kernels[plan.fit.shape], args, terms, stats);
                 if (args.loss.forward)
-                    ::launch(context, rows, finish<T, OPTIONS>, args, RowLanes{1, 0}, stats, terms,
+                    ::launch(context, rows, finish<OPTIONS>, args, RowLanes{1, 0}, stats, terms,
                              static_cast<RowCoefficients *>(nullptr));
             });
         });
