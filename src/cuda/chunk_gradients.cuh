@@ -79,6 +79,7 @@ template <typename T, int LANES> DEVICE void store_chunk(const RowChunks &t, int
         for (int k = 0; k < CHUNK_PACKS; k++)
             if (own + k * LANES < row.packs)
                 store_once<T, N>(to + row.head + (own + k * LANES) * N, row.pack(own, k));
+#pragma unroll(row.EDGES < 4 ? row.EDGES : 4)
         for (int e = own; e < row.edges; e += LANES)
             to[row.column(e)] = read_shared<T>(row.at + row.column(e) * unsigned(sizeof(T)));
     }

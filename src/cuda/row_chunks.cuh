@@ -215,6 +215,7 @@ template <typename T, int LANES, int SIDES> struct ChunkLoader {
             if (at >= shift && at + 16 <= end)
                 copy_async_to(to + at, mine + k * APART * 16);
         }
+#pragma unroll 1
         for (int e = own; e < 2 * N; e += APART) {
             const int at = e < N ? e * SIZE : (end & ~15) + (e - N) * SIZE;
             if (e < N ? shift > 0 && at >= shift : at < end)

@@ -244,6 +244,7 @@ DEVICE void add_lines_of(RowStats (&lines)[N], const Pack<T, N> (&packs)[COUNT],
 template <typename T> DEVICE RowStats stats_of(const AlignedSpan<const T> &row, int thread, int threads, float scale) {
     constexpr int N = WIDE<T>;
     RowStats s = no_elements();
+#pragma unroll 1
     for (int e = thread; e < row.edges; e += threads)
         s = merge(s, stats_of_one(row.body[row.edge(e)], scale), scale);
 

@@ -89,6 +89,7 @@ template <typename T, int COUNT> struct PackGroup {
 template <int OPTIONS, typename T>
 DEVICE void add_edges(LossStats<OPTIONS> &g, const AlignedSpan<const T> &row, int64_t origin, int thread, int threads,
                       const Loss &loss) {
+#pragma unroll 1
     for (int e = thread; e < row.edges; e += threads)
         add_one(g, row.body[row.edge(e)], origin + row.head + row.edge(e), loss);
 }
@@ -163,6 +164,7 @@ template <int OPTIONS, typename T> struct RowWriter {
         return of(Pack<T, 1>{{z}}, column).v[0];
     }
     DEVICE void write_edges(T *dz, const AlignedSpan<const T> &span, int thread, int threads) const {
+#pragma unroll 1
         for (int e = thread; e < span.edges; e += threads) {
             const int64_t at = span.head + span.edge(e);
             dz[at] = of_one(span.body[span.edge(e)], at);
