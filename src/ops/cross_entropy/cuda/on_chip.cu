@@ -17,6 +17,10 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
     DYNAMIC_SHARED_ALIGNED(128, uint4, slot_memory); /* unaligned, copies cost 9 % of the call */
     __shared__ KnownTerms known;
     constexpr int N = WIDE<T>, OWN = Shape::IN_REGISTERS, COPIED = Shape::COPIED;
+    /* LARGE: a pack takes hundreds of instructions, so that the loops have one copy of them. */
+    constexpr bool LARGE = OPTIONS >= FULL;
+    constexpr int TURNS = LARGE ? 1 : OWN;
+    static_assert(OWN == COPIED, "groups of one size");
     const Loss &loss = c.loss;
     const int thread = threadIdx.x, threads = blockDim.x;
     const int64_t row = blockIdx.x;
@@ -59,24 +63,25 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
         copy_commit();
         LossStats<OPTIONS> g = no_columns<OPTIONS>();
         add_edges(g, span, 0, thread, threads, loss);
-        if (thread < packs)
-            own.add_to(g, span, 0, thread, threads, loss);
-        PackGroup<T, COPIED> group;
-        int i = first;
-        for (; i < whole; i += step) {
-            copy_wait_all_but(1 + groups--);
+        /* First the packs in registers, and in the second turn those behind all whole groups. */
+        PackGroup<T, COPIED> group = own;
+#pragma unroll 1
+        for (int i = thread; i < packs;) {
+            group.add_to(g, span, 0, i, threads, loss);
+            i += step;
+            for (; i < whole; i += step) {
+                copy_wait_all_but(1 + groups--);
 #pragma unroll
-            for (int k = 0; k < COPIED; k++)
-                group.packs[k] = slots[i + k * threads];
-            add(g, group.packs, COPIED, span.head + int64_t(i) * N, int64_t(threads) * N, loss);
-        }
-        copy_wait<0>();
-        if (i < packs) {
+                for (int k = 0; k < COPIED; k++)
+                    group.packs[k] = slots[i + k * threads];
+                add(g, group.packs, COPIED, span.head + int64_t(i) * N, int64_t(threads) * N, loss);
+            }
+            copy_wait<0>();
 #pragma unroll
             for (int k = 0; k < COPIED; k++)
                 group.packs[k] = i + k * threads < packs ? slots[i + k * threads] : all_of<T, N>(-INFINITY);
-            group.add_to(g, span, 0, i, threads, loss);
         }
+        copy_wait<0>();
         g = merge_block_for_all(g, loss.scale);
         gradient_in_float(loss, known, g, &gradient);
         if (thread == 0 && loss.forward)
@@ -95,16 +100,22 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
             store_once<T, N>(body + int64_t(i) * N, writer.columns.of(pack, span.head + int64_t(i) * N, loss));
         };
         int i = first;
-        for (; i < whole; i += step)
+        if constexpr (!LARGE)
+            for (; i < whole; i += step)
 #pragma unroll
-            for (int k = 0; k < COPIED; k++)
-                write(i + k * threads, load_once<T, N>(slots[i + k * threads].v));
+                for (int k = 0; k < COPIED; k++)
+                    write(i + k * threads, load_once<T, N>(slots[i + k * threads].v));
+#pragma unroll 1
         for (; i < packs; i += threads)
             write(i, load_once<T, N>(slots[i].v));
+        const int most = min(packs, OWN * threads);
+#pragma unroll TURNS
+        for (i = thread; i < most; i += threads) {
+            write(i, own.packs[0]);
 #pragma unroll
-        for (int k = 0; k < OWN; k++)
-            if (thread + k * threads < packs)
-                write(thread + k * threads, own.packs[k]);
+            for (int k = 1; k < OWN; k++) /* as registers have no index */
+                own.packs[k - 1] = own.packs[k];
+        }
         /* The label's column is written once more, by the thread that has written its pack. */
         const int64_t at = label - span.head;
         if (at >= 0 && at < int64_t(packs) * N && static_cast<int>(at / N) % threads == thread)
