@@ -160,14 +160,25 @@ template <typename T, bool LOOSE> struct FourRows {
             }
         }
     }
-    /* Calls f(l, packs) for elements [from, to) of the rows, STEPS at a time. The first packs have been loaded. */
-    template <int STEPS, typename F>
+    /* Calls f(l, packs) for elements [from, to) of the rows, STEPS at a time. The first packs have been loaded. f is
+     * compiled twice, for the first packs and for the others, unless ONE_COPY: where f stores packs, that would be slower. */
+    template <bool ONE_COPY = false, int STEPS, typename F>
     DEVICE void for_packs(Pack<T, ROWS_PER_THREAD> (&packs)[STEPS], int from, int to, F f) const {
-        f(from, packs);
+        if constexpr (ONE_COPY) {
 #pragma unroll 1
-        for (int l = from + STEPS; l < to; l += STEPS) {
-            load(packs, l, to);
-            f(l, packs);
+            for (int l = from;; load(packs, l, to)) {
+                f(l, packs);
+                l += STEPS;
+                if (l >= to)
+                    return;
+            }
+        } else {
+            f(from, packs);
+#pragma unroll 1
+            for (int l = from + STEPS; l < to; l += STEPS) {
+                load(packs, l, to);
+                f(l, packs);
+            }
         }
     }
     /* Stores one number per row. `to`: the place of the first row's number. load_numbers is the reverse. */

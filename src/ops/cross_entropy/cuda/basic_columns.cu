@@ -110,6 +110,7 @@ DEVICE void finish_rows(const ColumnArgs &a, const FourRows<T, LOOSE> &place, co
 
 template <typename T, bool LOOSE, ColumnOptions OPTIONS, int STEPS>
 __global__ __launch_bounds__(THREADS, per_sm(LOOSE, STEPS)) void column_losses(const __grid_constant__ ColumnArgs a) {
+    constexpr bool ONE_COPY = NARROW<T> || !LOOSE; /* else it would spill registers */
     wait_for_inputs();
     const BasicArgs &u = a.basic;
     const ColumnPacks &c = a.columns;
@@ -128,12 +129,13 @@ __global__ __launch_bounds__(THREADS, per_sm(LOOSE, STEPS)) void column_losses(c
 #pragma unroll
         for (int j = 0; j < ROWS_PER_THREAD; j++)
             s[j] = no_elements();
-        place.for_packs(packs, 0, c.length, [&](int l, const Pack<T, ROWS_PER_THREAD>(&group)[STEPS]) {
-            add_lines_of(s, group, 1.0f);
-            look_for_labels(z_label, group, label, l);
-            if (OPTIONS != NONE && u.smooths)
-                add_logits<OPTIONS>(total, group, l, u);
-        });
+        place.template for_packs<ONE_COPY>(packs, 0, c.length,
+                                           [&](int l, const Pack<T, ROWS_PER_THREAD>(&group)[STEPS]) {
+                                               add_lines_of(s, group, 1.0f);
+                                               look_for_labels(z_label, group, label, l);
+                                               if (OPTIONS != NONE && u.smooths)
+                                                   add_logits<OPTIONS>(total, group, l, u);
+                                           });
         finish_rows<OPTIONS>(a, place, label, s, z_label, total, weight_sum, &sum);
     }
     if (u.loss)

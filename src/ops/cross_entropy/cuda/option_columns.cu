@@ -88,7 +88,7 @@ __global__ __launch_bounds__(THREADS, PER_SM) void option_column_losses(const __
 #pragma unroll
         for (int j = 0; j < ROWS_PER_THREAD; j++)
             s[j] = no_elements();
-        place.for_packs(packs, 0, c.length, [&](int l, const Pack<T, ROWS_PER_THREAD>(&group)[STEPS]) {
+        place.template for_packs<true>(packs, 0, c.length, [&](int l, const Pack<T, ROWS_PER_THREAD>(&group)[STEPS]) {
             const CappedColumns<STEPS> capped(place, group, c.length - l, a.loss, false);
             const float(&v)[STEPS][ROWS_PER_THREAD] = capped.v;
             add_columns(s, v, a.loss.scale);
