@@ -21,6 +21,7 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
     constexpr bool LARGE = OPTIONS >= FULL;
     constexpr int TURNS = LARGE ? 1 : OWN;
     static_assert(OWN == COPIED, "groups of one size");
+    static_assert(Largest::THREADS == TwoPerSm::THREADS * TwoPerSm::PER_SM && Largest::COPIED == TwoPerSm::COPIED);
     const Loss &loss = c.loss;
     const int thread = threadIdx.x, threads = blockDim.x;
     const int64_t row = blockIdx.x;
@@ -48,13 +49,16 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
             copy_async<T, N>(slots + i, span.body + int64_t(i) * N);
         copy_commit();
     };
-    if (Shape::PER_SM == 1) /* alone on its SM: does not wait for the label, as no other block would work meanwhile */
+    /* Alone on its SM: does not wait for the label, as no other block would work meanwhile. The kernel for Largest also
+     * serves TwoPerSm, as both have 64 registers per thread. */
+    const bool alone = Shape::PER_SM == 1 && (Shape::THREADS < Largest::THREADS || threads > TwoPerSm::THREADS);
+    if (alone)
         fetch();
     start_next_kernel();
     const int64_t label = loss.class_of(loaded);
     RowGradient gradient = gradient_of_skipped(label);
     if (label >= 0) {
-        if (Shape::PER_SM > 1)
+        if (!alone)
             fetch();
         wait_for_previous_kernel();
         if (thread < static_cast<int>(sizeof known / 16))
@@ -173,7 +177,7 @@ struct OnChip {
                 LossStats<OPTIONS> *const stats =
                     args.loss.forward ? at_offset<LossStats<OPTIONS>>(workspace, plan.stats) : nullptr;
                 void (*const kernels[])(Args, const KnownTerms *, LossStats<OPTIONS> *) = {
-                    on_chip<T, OPTIONS, ThreePerSm>, on_chip<T, OPTIONS, TwoPerSm>, on_chip<T, OPTIONS, OnePerSm>,
+                    on_chip<T, OPTIONS, ThreePerSm>, on_chip<T, OPTIONS, Largest>, on_chip<T, OPTIONS, OnePerSm>,
                     on_chip<T, OPTIONS, Largest>};
                 ::launch(context, blocks, kernels[plan.fit.shape], args, terms, stats);
                 if (args.loss.forward)
