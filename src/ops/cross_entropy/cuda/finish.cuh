@@ -1,12 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* For on_chip.cu, two_pass.cu and invariant.cu, a thread per row: compute_terms, which computes before the rows
- * are read what gradients need besides statistics; and finish, which turns statistics into outputs. */
+/* For on_chip.cu, two_pass.cu and invariant.cu, a thread per row: a kernel that computes before the rows are read what
+ * gradients need besides statistics; and one that turns statistics into outputs. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_FINISH_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_FINISH_CUH
 
 #include "ops/cross_entropy/cuda/general.cuh"
-
-namespace {
 
 /* What a kernel that computes statistics and gradient needs of a row besides its logits. */
 struct alignas(16) KnownTerms {
@@ -14,41 +12,6 @@ struct alignas(16) KnownTerms {
     float z_label, unused; /* initialised, because all of it is copied */
 };
 static_assert(sizeof(KnownTerms) == sizeof(RowTerms) + 8, "no padding");
-
-/* The label's logit of a row, in two steps: see load_bits_now. So kernels with a thread per row are compiled for all dtypes
- * at once. */
-DEVICE unsigned load_label_logit(const Args &c, int64_t row, int64_t label) {
-    return load_bits_now(c.z.data, c.z.dtype, c.z.offset(row) + label * c.z_step);
-}
-
-/* A thread per row. */
-__global__ __launch_bounds__(ROW_THREADS) void compute_terms(const __grid_constant__ Args c, KnownTerms *row_terms) {
-    wait_unless_prepared(c);
-    start_next_kernel();
-    const Loss &loss = c.loss;
-    const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
-    const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
-    const unsigned z_label = label >= 0 ? load_label_logit(c, row, label) : 0;
-    wait_for_previous_kernel();
-    const double common = common_factor(c); /* while the load of the label's logit is in flight */
-    if (label >= 0)
-        row_terms[row] = {terms_of(loss, common, row, label), number_of_bits(z_label, c.z.dtype)};
-    else
-        flag_bad_label(loss, label);
-}
-
-/* As gradient_from_stats, but in float: every thread of the block computes it. */
-template <int OPTIONS>
-DEVICE void gradient_in_float(const Loss &loss, const KnownTerms &known, const LossStats<OPTIONS> &g,
-                              RowGradient *gradient) {
-    const RowStats s = relative_to_largest(g, loss);
-    const float sum = s.max == INFINITY ? NAN : s.sum;
-    if (sum == 0.0f)
-        *gradient = zero_gradient();
-    else
-        *gradient = gradient_of<(OPTIONS >= FULL)>(loss, known.terms, known.z_label, s.max, 1.0f / sum,
-                                                   loss.z_loss != 0.0f ? loss.scale * s.max + logf(sum) : 0.0f);
-}
 
 /* How the threads of `finish` share rows. */
 struct RowLanes {
@@ -71,52 +34,25 @@ struct RowLanes {
     }
 };
 
-/* A thread per row, or several: merges the row's parts, always in the same order, writes its outputs and,
- * if not NULL, coefficients. The last block writes the loss. If `known` is not NULL, it has the label's
- * logit, which dz may have overwritten. SHARED: the statistics are those of all ranks, and have the
- * label's logit, which may be another rank's. */
-template <int OPTIONS, bool SHARED = false>
-__global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Args c, RowLanes rows,
-                                                      const LossStats<OPTIONS> *part_stats, const KnownTerms *known,
-                                                      RowCoefficients *coefficients) {
-    start_next_kernel();
-    const Loss &loss = c.loss;
-    const int64_t row = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) >> rows.shift;
-    const unsigned lane = threadIdx.x & (rows.lanes() - 1);
-    const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
-    const unsigned loaded = label >= 0 && !known && !SHARED ? load_label_logit(c, row, label) : 0;
-    wait_for_previous_kernel();
-    const double common = coefficients ? common_factor(c) : 0.0;
-    Totals totals = {};
-    LossStats<OPTIONS> g = no_columns<OPTIONS>();
-    if (label >= 0 && lane < rows.parts)
-        g = part_stats[row * rows.parts + lane];
-    if (rows.parts > 1) {
-        for (unsigned part = lane + rows.lanes(); label >= 0 && part < rows.parts; part += rows.lanes())
-            g = merge(g, part_stats[row * rows.parts + part], loss.scale);
-        g = merge_lanes(g, rows.lanes(), loss.scale);
-    }
-    if (row < loss.rows && lane == 0) {
-        RowGradient gradient = gradient_of_skipped(label);
-        RowResults results = results_of_skipped(label);
-        if (label >= 0) {
-            float z_label = known ? known[row].z_label : number_of_bits(loaded, c.z.dtype);
-            if constexpr (SHARED)
-                z_label = g.z_label;
-            const WholeRowStats stats = whole_row_stats(g, z_label, loss);
-            if (coefficients)
-                gradient = gradient_from_stats(loss, common, row, label, z_label, stats);
-            if (loss.forward)
-                results = results_of(loss, row, label, stats);
-        }
-        flag_bad_label(loss, label);
-        if (loss.forward)
-            write_row(loss, row, label, results, &totals);
-        if (coefficients)
-            coefficients[row] = {gradient, loss.column_of(label)};
-    }
-    if (loss.forward)
-        add_up(c, totals);
+/* kernels/finish.cu. `stats`: LossStats<options> of each part of each row, with options as stats_bytes. `shared`: the
+ * statistics are those of all ranks. `known`, `coefficients` may be NULL. */
+void launch_terms(const rafter_context *context, const Args &args, KnownTerms *row_terms);
+void launch_finish(const rafter_context *context, const Args &args, Options options, bool shared, const RowLanes &rows,
+                   const void *stats, const KnownTerms *known, RowCoefficients *coefficients);
+
+namespace {
+
+/* As gradient_from_stats, but in float: every thread of the block computes it. */
+template <int OPTIONS>
+DEVICE void gradient_in_float(const Loss &loss, const KnownTerms &known, const LossStats<OPTIONS> &g,
+                              RowGradient *gradient) {
+    const RowStats s = relative_to_largest(g, loss);
+    const float sum = s.max == INFINITY ? NAN : s.sum;
+    if (sum == 0.0f)
+        *gradient = zero_gradient();
+    else
+        *gradient = gradient_of<(OPTIONS >= FULL)>(loss, known.terms, known.z_label, s.max, 1.0f / sum,
+                                                   loss.z_loss != 0.0f ? loss.scale * s.max + logf(sum) : 0.0f);
 }
 
 } // namespace

@@ -390,12 +390,12 @@ struct Invariant {
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         const Args args = plan.general.start(context, workspace);
-        const Launch per_row = {plan.row_blocks, ROW_THREADS}, teams = plan.team.blocks(args.loss.rows);
+        const Launch teams = plan.team.blocks(args.loss.rows);
         KnownTerms *const terms = args.gradient ? at_offset<KnownTerms>(workspace, plan.terms) : nullptr;
+        if (terms)
+            launch_terms(context, args, terms);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            if (terms)
-                ::launch(context, per_row, compute_terms, args, terms);
             for_options_but_capped(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 LossStats<OPTIONS> *const stats =
@@ -413,8 +413,7 @@ struct Invariant {
                              plan.aligned ? indexed_gradients<T, OPTIONS, true> : indexed_gradients<T, OPTIONS, false>,
                              args, plan.team, terms, stats);
                 if (args.loss.forward)
-                    ::launch(context, per_row, finish<OPTIONS>, args, RowLanes{1, 0}, stats, terms,
-                             static_cast<RowCoefficients *>(nullptr));
+                    launch_finish(context, args, static_cast<Options>(OPTIONS), false, {1, 0}, stats, terms, nullptr);
             });
         });
         return RAFTER_OK;

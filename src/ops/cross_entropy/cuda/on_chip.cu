@@ -166,12 +166,11 @@ struct OnChip {
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         const Args args = plan.general.start(context, workspace);
-        const Launch rows = {plan.row_blocks, ROW_THREADS},
-                     blocks = {args.loss.rows, plan.fit.threads, plan.fit.shared};
+        const Launch blocks = {args.loss.rows, plan.fit.threads, plan.fit.shared};
         KnownTerms *const terms = at_offset<KnownTerms>(workspace, plan.terms);
+        launch_terms(context, args, terms);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            ::launch(context, rows, compute_terms, args, terms);
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 LossStats<OPTIONS> *const stats =
@@ -181,8 +180,7 @@ struct OnChip {
                     on_chip<T, OPTIONS, Largest>};
                 ::launch(context, blocks, kernels[plan.fit.shape], args, terms, stats);
                 if (args.loss.forward)
-                    ::launch(context, rows, finish<OPTIONS>, args, RowLanes{1, 0}, stats, terms,
-                             static_cast<RowCoefficients *>(nullptr));
+                    launch_finish(context, args, plan.general.options, false, {1, 0}, stats, terms, nullptr);
             });
         });
         return RAFTER_OK;

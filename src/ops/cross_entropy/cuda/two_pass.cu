@@ -145,10 +145,9 @@ struct TwoPass {
                     if (status != RAFTER_OK)
                         return;
                     ::launch(context, per_row, merge_ranks, args, exchange, merged);
-                    ::launch(context, per_row, finish<FULL, true>, args, plan.finish, merged, known, coefficients);
+                    launch_finish(context, args, FULL, true, plan.finish, merged, known, coefficients);
                 } else {
-                    ::launch(context, Launch{plan.finish.blocks(rows), ROW_THREADS}, finish<OPTIONS>, args, plan.finish,
-                             stats, known, coefficients);
+                    launch_finish(context, args, plan.general.options, false, plan.finish, stats, known, coefficients);
                 }
                 if (coefficients)
                     ::launch(context, Launch{rows * plan.gradient_parts, GRADIENT_THREADS},
