@@ -108,9 +108,6 @@ template <typename T, int MODE, int OPTIONS, int COLUMNS> struct Results {
     static constexpr int FOURS = COLUMNS / 8, SUMS = 4 * FOURS; /* sums of a thread, of two rows */
     static constexpr bool CAPS = OPTIONS != NO_OPTIONS, ALL = OPTIONS == ALL_OPTIONS,
                           TOGETHER = COLUMNS == gemm::Together::COLUMNS;
-    /* Nothing is multiplied meanwhile, so maxima are looked for only if a sum shows that a pivot may not have suited. With
-     * options, registers do not suffice to keep the logits until then. */
-    enum { OPTIMISTIC = TOGETHER && MODE == EXPONENTIALS && !CAPS };
     const LogitTask &task;
     const int count; /* the task's active rows */
     const TileRows<MODE> &rows;
@@ -118,6 +115,12 @@ template <typename T, int MODE, int OPTIONS, int COLUMNS> struct Results {
     const CUtensorMap &out; /* exponentials or dz */
     char *const staging;
     gemm::Packed *const packed; /* together: exponentials, which are stored later */
+
+    /* Whether maxima are looked for only if a sum shows that the sample's pivot may not have suited: together, because
+     * nothing is multiplied meanwhile. With options, registers do not suffice to keep the logits until then. */
+    DEVICE bool trusts_sample() const {
+        return TOGETHER && MODE == EXPONENTIALS && !CAPS && task.sample;
+    }
 
     DEVICE void add_bias(float (&d)[SUMS], int64_t first_class, int columns) const {
         if (!task.bias)
@@ -287,11 +290,11 @@ template <typename T, int MODE, int OPTIONS, int COLUMNS> struct Results {
     DEVICE void form_exponentials(float (&d)[SUMS], float (&max)[2], float (&sum)[2], float (&moment)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            max[i] = OPTIMISTIC ? max_from_sample(i) : suitable_max(max[i], i);
+            max[i] = trusts_sample() ? max_from_sample(i) : suitable_max(max[i], i);
             if (rows.label[i] < 0) /* an ignored row: exponentials are 0; or a label out of range: NaN */
                 set_row(d, i, rows.label[i] == IGNORED ? -INFINITY : NAN);
         }
-        for (bool suits = !OPTIMISTIC;; suits = true) {
+        for (bool suits = !trusts_sample();; suits = true) {
             /* If the sample is all masked, the pivot is -inf, and the first sum infinite or NaN. */
             const float pivot[2] = {suits ? pivot_at(max[0]) : max[0], suits ? pivot_at(max[1]) : max[1]};
             sum_exponentials(d, pivot, sum, moment);
@@ -310,7 +313,7 @@ template <typename T, int MODE, int OPTIONS, int COLUMNS> struct Results {
         OptionStats more[2] = {};
         if constexpr (!CAPS) { /* before anything waits for the labels */
             mask_columns(d, columns);
-            if constexpr (!OPTIMISTIC)
+            if (!trusts_sample())
                 find_maxima(d, max);
         }
 #pragma unroll
