@@ -139,7 +139,7 @@ static const struct {
     {"all, none", {2, {27, 300}, 900}},
     {"smoothing, z_loss, bias", {2, {900, 40}, 26}},
     {"smoothing, z_loss, bias", {2, {1420, 37}, 2}}, /* so many rows are ignored that the rest is cut otherwise */
-    /* more than 128 rows, and a depth from which CUDA's warpgroups take tiles of logits in turns; several tiles */
+    /* more than 128 rows, and a depth from which CUDA's warpgroups may take tiles of logits in turns; several tiles */
     {"main gradient", {2, {132, 520}, 400}},
     {"all, none", {2, {132, 520}, 400}},
     /* more classes than one block of CUDA's logit kernels takes */

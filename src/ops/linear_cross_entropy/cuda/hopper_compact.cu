@@ -25,7 +25,7 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
     plan->slice = slice;
     plan->setup.drop_ignored = limits.drop_ignored;
     plan->setup.clusters = clusters;
-    plan->setup.tile_classes = tile_classes_of(p, STATISTICS);
+    plan->setup.tile_classes = tile_classes_of(p, STATISTICS, clusters);
     plan->setup.split_capacity = split_capacity_for(p, limits, clusters, plan->setup.tile_classes, p.rows, true);
     plan->setup.row_units = has_row_units(p);
     plan->direct_dx = p.dx_layout.direct && !(p.dx && slice < p.classes) && !p.shared && !plan->setup.row_units;
@@ -54,7 +54,7 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
 }
 
 size_t HopperCompact::fit(const Problem &p, const Limits &limits, int clusters, Plan *plan) {
-    const int tile_classes = tile_classes_of(p, STATISTICS);
+    const int tile_classes = tile_classes_of(p, STATISTICS, clusters);
     const int64_t split_bytes =
         p.gradients() ? split_capacity_for(p, limits, clusters, tile_classes, p.rows, true) * gemm::SPLIT_BYTES : 0;
     return fit_slices(

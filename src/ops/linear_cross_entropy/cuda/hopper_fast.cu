@@ -45,9 +45,9 @@ static int64_t largest_first_group(int64_t g, int64_t dweight_rows) {
 
 /* How many classes, the last ones, have their exponentials in dweight: in the rows of the classes before
  * them. When the products write those rows, the exponentials have been used. */
-static int64_t classes_that_fit(const Problem &p, int64_t first_group, int64_t dweight_rows) {
+static int64_t classes_that_fit(const Problem &p, int64_t first_group, int64_t dweight_rows, int tile_classes) {
     const int64_t least_before = ceil_div(p.classes * first_group, first_group + dweight_rows) + 8; /* 8: padding */
-    return p.classes - round_up(least_before, int64_t(tile_classes_of(p, EXPONENTIALS)));
+    return p.classes - round_up(least_before, int64_t(tile_classes));
 }
 
 /* How many rows' exponentials of all classes, with padding, fit into dweight. */
@@ -61,6 +61,7 @@ size_t HopperFast::make(const Problem &p, const Limits &limits, int clusters, in
     plan->group = plan->first_group = group;
     plan->setup.drop_ignored = limits.drop_ignored;
     plan->setup.clusters = clusters;
+    plan->setup.tile_classes = tile_classes_of(p, EXPONENTIALS, clusters);
     plan->converts = lce::converts(p, limits.drop_ignored);
     plan->direct_dx = p.dx_layout.direct;
     const bool sums_dweight = p.dweight && group < p.rows && !p.sum_in_dweight;
@@ -72,13 +73,12 @@ size_t HopperFast::make(const Problem &p, const Limits &limits, int clusters, in
     if (!plan->converts && dweight_rows > 0 && group * p.classes * p.bytes() >= LARGE_BYTES) {
         const int64_t largest = largest_first_group(group, dweight_rows) / 256 * 256;
         const int64_t first_group = largest >= p.rows || group >= p.rows ? p.rows : max(largest, group);
-        const int64_t classes = classes_that_fit(p, first_group, dweight_rows);
+        const int64_t classes = classes_that_fit(p, first_group, dweight_rows, plan->setup.tile_classes);
         if (classes >= LEAST_CLASSES) {
             plan->first_group = first_group;
             plan->classes_in_dweight = classes;
         }
     }
-    plan->setup.tile_classes = tile_classes_of(p, EXPONENTIALS);
     plan->setup.split_capacity =
         split_capacity_for(p, limits, clusters, plan->setup.tile_classes, plan->first_group, false);
 

@@ -47,12 +47,12 @@ struct HopperShared {
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
-        const int64_t tiles = ceil_div<int64_t>(p.classes, tile_classes_of(p, EXPONENTIALS)),
-                      depth_sums = ColumnSums::padded(p.depth) * 4;
+        const int64_t depth_sums = ColumnSums::padded(p.depth) * 4;
         *plan = {};
         plan->setup.drop_ignored = true;
         plan->setup.clusters = clusters_of(device);
-        plan->setup.tile_classes = tile_classes_of(p, EXPONENTIALS);
+        plan->setup.tile_classes = tile_classes_of(p, EXPONENTIALS, plan->setup.clusters);
+        const int64_t tiles = plan->setup.tiles(p);
         plan->setup.split_capacity =
             split_capacity_for(p, limits_of(call), plan->setup.clusters, plan->setup.tile_classes, p.rows, false);
         plan->direct_dweight = p.dweight_layout.direct;

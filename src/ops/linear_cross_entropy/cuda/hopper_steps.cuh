@@ -46,7 +46,7 @@ const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &
 enum LogitMode { STATISTICS, EXPONENTIALS, GRADIENT };
 
 /* How many classes a tile has, with STATISTICS or EXPONENTIALS: those of gemm::InTurns or of gemm::Together. */
-int tile_classes_of(const Problem &p, LogitMode mode);
+int tile_classes_of(const Problem &p, LogitMode mode, int clusters);
 
 /* ---- plans ----------------------------------------------------------------------------------- */
 

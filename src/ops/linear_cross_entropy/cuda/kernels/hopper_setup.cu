@@ -43,14 +43,32 @@ const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &
 
 /* ---- plans ----------------------------------------------------------------------------------- */
 
-int tile_classes_of(const Problem &p, LogitMode mode) {
-    /* Batch-invariant calls must not cut their classes by the number of rows. */
-    const bool few = p.rows <= gemm::ROWS && !p.invariant, many = p.rows > 2048 || p.invariant;
-    /* Few rows: the product is bound by reading W, and wide tiles divide it among the clusters as well. Little depth: a
-     * tile takes less time to sum than to convert, so that converting it in turns hides little. Great depth: there is
-     * little to hide, and in long products power is the limit, of which wide tiles take less. */
-    const bool together = mode == STATISTICS ? few || p.depth <= 128 : few || p.depth < 512 || (p.depth > 2048 && many);
-    return together ? gemm::Together::COLUMNS : gemm::InTurns::COLUMNS;
+/* Estimated cycles for the logits of a call with tiles of `columns` classes, if `clusters` of them run at a time;
+ * tile_cycles: of one, converted. */
+static double logit_cycles(const Problem &p, int clusters, int columns, double tile_cycles) {
+    if (p.invariant) /* must not depend on the number of rows */
+        return tile_cycles / columns;
+    const double waves =
+        static_cast<double>(gemm::ClusterShape::of(p.rows, columns).tiles(p.rows, p.classes)) / clusters;
+    return tile_cycles * (waves < 8 ? ceil(waves) : waves);
+}
+
+int tile_classes_of(const Problem &p, LogitMode mode, int clusters) {
+    constexpr int WIDE_TILE = gemm::Together::COLUMNS, TILE = gemm::InTurns::COLUMNS;
+    if (p.rows <= gemm::ROWS &&
+        !p.invariant) /* bound by reading W, which wide tiles divide among the clusters as well */
+        return WIDE_TILE;
+    if (mode == EXPONENTIALS && p.depth > 2048 && (p.rows > 2048 || p.invariant))
+        return WIDE_TILE; /* there is little to hide, and power is the limit, of which wide tiles take less */
+    /* Cycles on an H200: of a tile's products, 4 per column and element of depth in a step of 64; of its conversion,
+     * together and by one warpgroup. */
+    const double steps = static_cast<double>(ceil_div<int64_t>(p.depth, gemm::DEPTH)), sum = 4 * WIDE_TILE * steps,
+                 sum_in_turns = 4 * TILE * steps, convert = mode == STATISTICS ? 2600 : 3400,
+                 convert_in_turns = mode == STATISTICS ? 6000 : 11000;
+    const double together = logit_cycles(p, clusters, WIDE_TILE, sum + convert),
+                 in_turns = logit_cycles(p, clusters, TILE, max(sum_in_turns, (sum_in_turns + convert_in_turns) / 2)) +
+                            (p.invariant ? 0 : convert_in_turns);
+    return together <= in_turns ? WIDE_TILE : TILE;
 }
 
 int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int tile_classes, int64_t rows,
