@@ -175,7 +175,7 @@ template <int N> DEVICE void products_wait() {
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]),        \
         "+f"(d[i + 7])
 #define RAFTER_32(d, i) RAFTER_8(d, i), RAFTER_8(d, i + 8), RAFTER_8(d, i + 16), RAFTER_8(d, i + 24)
-#define RAFTER_MULTIPLY(type)                                                                                          \
+#define RAFTER_MULTIPLY_256(type)                                                                                      \
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %130, 0;\n\t"                                                   \
                  "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " "                                      \
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                             \
@@ -203,23 +203,18 @@ template <int N> DEVICE void products_wait() {
                  : RAFTER_32(d, 0), RAFTER_32(d, 32), RAFTER_32(d, 64)                                                 \
                  : "l"(a), "l"(b), "r"(add), "n"(A_TRANSPOSED), "n"(B_TRANSPOSED))
 
-/* d[64, 256] = a[64, 16] b[256, 16]^T, added to d if `add`, by the four warps of a warpgroup. a_low, b_low: operand_of.
- * Lane l of warp w holds, for j < 32, i < 2 and c < 2, element (16 w + l / 4 + 8 i, 8 j + 2 (l % 4) + c)
- * as d[4 j + 2 i + c]. */
-template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED>
-DEVICE void multiply_64x256x16(float (&d)[128], unsigned a_low, unsigned b_low, int add) {
+/* d[64, N] = a[64, 16] b[N, 16]^T, added to d if `add`, by the four warps of a warpgroup. N = 2 SUMS is 256 or 192.
+ * a_low, b_low: operand_of. Lane l of warp w holds, for j < SUMS / 4, i < 2 and c < 2, element
+ * (16 w + l / 4 + 8 i, 8 j + 2 (l % 4) + c) as d[4 j + 2 i + c]. */
+template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED, int SUMS>
+DEVICE void multiply_64xNx16(float (&d)[SUMS], unsigned a_low, unsigned b_low, int add) {
+    static_assert(SUMS == 128 || SUMS == 96, "N");
     const uint64_t a = OPERANDS | a_low, b = OPERANDS | b_low;
-    if constexpr (__is_same(T, bf16))
-        RAFTER_MULTIPLY("bf16");
-    else
-        RAFTER_MULTIPLY("f16");
-}
-
-/* The same for d[64, 192], j < 24. */
-template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED>
-DEVICE void multiply_64x192x16(float (&d)[96], unsigned a_low, unsigned b_low, int add) {
-    const uint64_t a = OPERANDS | a_low, b = OPERANDS | b_low;
-    if constexpr (__is_same(T, bf16))
+    if constexpr (SUMS == 128 && __is_same(T, bf16))
+        RAFTER_MULTIPLY_256("bf16");
+    else if constexpr (SUMS == 128)
+        RAFTER_MULTIPLY_256("f16");
+    else if constexpr (__is_same(T, bf16))
         RAFTER_MULTIPLY_192("bf16");
     else
         RAFTER_MULTIPLY_192("f16");

@@ -23,7 +23,7 @@ template <typename T> DEVICE unsigned pair_of(float a, float b) {
     return reinterpret_cast<const unsigned &>(pack);
 }
 
-/* The column of d[4 j]; d[4 j + 1] is in the next one. See multiply_64x256x16. */
+/* The column of d[4 j]; d[4 j + 1] is in the next one. See multiply_64xNx16. */
 DEVICE int column_of(int j) {
     return 8 * j + 2 * (threadIdx.x & 3);
 }

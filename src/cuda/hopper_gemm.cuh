@@ -244,12 +244,8 @@ template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED, typename Tiles> stru
                        a_at = a + at + half * OPERAND_BYTES<GROUP_ROWS * DEPTH * 2>, b_at = b + at;
 #pragma unroll
         for (int part = 0; part < DEPTH / 16; part++)
-            if constexpr (SUMS == 128)
-                multiply_64x256x16<T, A_TRANSPOSED, B_TRANSPOSED>(d, a_at + part * OPERAND_STEP<A_TRANSPOSED>,
-                                                                  b_at + part * OPERAND_STEP<B_TRANSPOSED>, k | part);
-            else
-                multiply_64x192x16<T, A_TRANSPOSED, B_TRANSPOSED>(d, a_at + part * OPERAND_STEP<A_TRANSPOSED>,
-                                                                  b_at + part * OPERAND_STEP<B_TRANSPOSED>, k | part);
+            multiply_64xNx16<T, A_TRANSPOSED, B_TRANSPOSED>(d, a_at + part * OPERAND_STEP<A_TRANSPOSED>,
+                                                            b_at + part * OPERAND_STEP<B_TRANSPOSED>, k | part);
     }
 };
 
@@ -425,7 +421,7 @@ DEVICE void sum_in_turns(char *steps, Barriers<InTurns> &barriers, const Job &jo
  *     order, steps   a TileOrder; the steps of a tile's depth, at least one
  *     a(k), b(k)     the Sources of step k
  *
- * multiply_64x256x16 says which sums d a thread has. `staging` is shared memory of the warp, for PARTS_IN_FLIGHT
+ * multiply_64xNx16 says which sums d a thread has. `staging` is shared memory of the warp, for PARTS_IN_FLIGHT
  * parts. In turns, a Job also has
  *
  *     finish(d, origin, staging)

@@ -62,9 +62,9 @@ struct TileScheduler {
 
     /* The search for the best number of parts. */
     struct Search {
-        int tiles, steps, clusters, sum_steps, last,
-            most;      /* last: tiles of the last wave; most: parts of each, at most */
-        int64_t least; /* of the best so far: WARP * steps of the last wave + parts, so that a minimum finds it */
+        int tiles, steps, clusters, sum_steps;
+        int last, most; /* tiles of the last wave; parts of each, at most */
+        int64_t least;  /* of the best so far: WARP * steps of the last wave + parts, so that a minimum finds it */
 
         __host__ __device__ Search(int tiles_, int steps_, int clusters_, int capacity, int sum_steps_)
             : tiles(tiles_), steps(steps_), clusters(clusters_), sum_steps(sum_steps_), last(tiles_ % clusters_),

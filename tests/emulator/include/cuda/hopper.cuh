@@ -187,7 +187,7 @@ template <typename T, bool TRANSPOSED> DEVICE void load_operand(unsigned operand
 }
 
 template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED, unsigned SUMS>
-DEVICE void multiply(float (&d)[SUMS], unsigned a, unsigned b, int add) {
+DEVICE void multiply_64xNx16(float (&d)[SUMS], unsigned a, unsigned b, int add) {
     const unsigned warp = threadIdx.x / 32 % 4, lane = emulator::place.lane;
     float rows[2][16];
     for (unsigned i = 0; i < 2; i++)
@@ -204,15 +204,6 @@ DEVICE void multiply(float (&d)[SUMS], unsigned a, unsigned b, int add) {
             }
         }
 }
-template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED>
-DEVICE void multiply_64x256x16(float (&d)[128], unsigned a, unsigned b, int add) {
-    multiply<T, A_TRANSPOSED, B_TRANSPOSED, 128>(d, a, b, add);
-}
-template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED>
-DEVICE void multiply_64x192x16(float (&d)[96], unsigned a, unsigned b, int add) {
-    multiply<T, A_TRANSPOSED, B_TRANSPOSED, 96>(d, a, b, add);
-}
-
 template <int REGISTERS> DEVICE void take_registers() {
 }
 template <int REGISTERS> DEVICE void give_registers() {

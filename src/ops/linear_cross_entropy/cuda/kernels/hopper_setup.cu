@@ -57,13 +57,13 @@ static double logit_cycles(const Problem &p, int clusters, int columns, double t
 
 int tile_classes_of(const Problem &p, LogitMode mode, int clusters) {
     constexpr int WIDE_TILE = gemm::Together::COLUMNS, TILE = gemm::InTurns::COLUMNS;
-    if (p.rows <= gemm::ROWS &&
-        !p.invariant) /* bound by reading W, which wide tiles divide among the clusters as well */
+    /* Few rows: bound by reading W, which wide tiles divide among the clusters as well. */
+    if (p.rows <= gemm::ROWS && !p.invariant)
         return WIDE_TILE;
+    /* Great depth: there is little to hide, and power is the limit, of which wide tiles take less. */
     if (mode == EXPONENTIALS && p.depth > 2048 && (p.rows > 2048 || p.invariant))
-        return WIDE_TILE; /* there is little to hide, and power is the limit, of which wide tiles take less */
-    /* Cycles on an H200: of a tile's products, 4 per column and element of depth in a step of 64; of its conversion,
-     * together and by one warpgroup. */
+        return WIDE_TILE;
+    /* Cycles on an H200: of a tile's products, 4 per column and step; of its conversion, together and by one warpgroup. */
     const double steps = static_cast<double>(ceil_div<int64_t>(p.depth, gemm::DEPTH)), sum = 4 * WIDE_TILE * steps,
                  sum_in_turns = 4 * TILE * steps, convert = mode == STATISTICS ? 2600 : 3400,
                  convert_in_turns = mode == STATISTICS ? 6000 : 11000;
